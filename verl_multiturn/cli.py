@@ -1,0 +1,133 @@
+"""The command `verl-multiturn`: what there is, whether an environment is sound, what a run achieved.
+
+Each command imports what it needs when it is called, so that `--help` answers at once.
+"""
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.box import SIMPLE
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+from typer.core import TyperGroup
+
+
+class _Sentences(TyperGroup):
+    """Shows a mistake of the user as one sentence instead of a traceback."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except (ValueError, FileNotFoundError, ImportError) as error:
+            if ctx.params["debug"]:
+                raise
+            Console(stderr=True).print(Text(str(error), style="red"), soft_wrap=True)
+            raise typer.Exit(2) from None
+
+
+app = typer.Typer(cls=_Sentences, no_args_is_help=True, add_completion=False)
+
+
+@app.callback()
+def options(
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+) -> None:
+    """Multi-turn agent training on stock verl."""
+
+
+@app.command()
+def envs() -> None:
+    """List the environments."""
+    from verl_multiturn.load import list_envs
+
+    _show(("environment", "what it is"), list_envs().items())
+
+
+@app.command()
+def algorithms() -> None:
+    """List the algorithms."""
+    from verl_multiturn.algorithms import list_algorithms
+
+    _show(("algorithm", "what it does"), list_algorithms().items())
+
+
+@app.command()
+def recipes() -> None:
+    """List the recipes: what each rebuilds, and whether it runs on this machine."""
+    from verl_multiturn.recipes_index import list_recipes
+
+    keys = ("algorithm", "environment", "paper", "table", "needs")
+    rows = []
+    for name, recipe in list_recipes().items():
+        here = f"{'yes' if recipe['runnable_here'] else 'no'}: {recipe['why']}"
+        rows.append((name, *(recipe[key] for key in keys), here))
+    _show(("recipe", *keys, "runs here"), rows)
+
+
+@app.command()
+def check_env(
+    env: Annotated[str, typer.Argument(help="Name, pkg.module:Class or path/to/file.py:Class.")],
+    keywords: Annotated[
+        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="For the environment.")
+    ] = None,
+    episodes: Annotated[int, typer.Option(min=1, help="Episodes for each check.")] = 8,
+) -> None:
+    """Check that an environment keeps its contract; exit code 1 if it does not."""
+    from verl_multiturn.check import check_env as check
+
+    report = check(env, episodes=episodes, **_keywords(keywords or []))
+    typer.echo(str(report))
+    if not report.ok:
+        raise typer.Exit(1)
+
+
+@app.command()
+def report(
+    run: Annotated[Path, typer.Argument(help="Folder of a recorded run.")],
+    panel: Annotated[
+        str | None, typer.Option(help="Panel of its validation: adds rows random and expert.")
+    ] = None,
+    png: Annotated[Path | None, typer.Option(help="Where to draw the learning curve.")] = None,
+    task_types: Annotated[bool, typer.Option("--task-types", help="A column for each.")] = False,
+) -> None:
+    """Print what a recorded run achieved, and draw its learning curve."""
+    from verl_multiturn.panel import load_panel
+    from verl_multiturn.report import compare, learning_curve, print_table, success_table
+    from verl_multiturn.runs import Run
+
+    recorded = Run(run)
+    table = success_table(recorded, load_panel(panel) if panel else None, task_types=task_types)
+    print_table(table)
+    if {"trained", "warm start"} <= set(table.index):
+        points, disjoint = compare(table, "trained", "warm start")
+        apart = "are disjoint" if disjoint else "overlap"
+        typer.echo(f"trained - warm start: {points:+.1f} points; the 95 % intervals {apart}")
+    if png is not None:
+        learning_curve(recorded, png)
+        typer.echo(f"wrote {png}")
+
+
+def _keywords(pairs: list[str]) -> dict[str, Any]:
+    from omegaconf import OmegaConf
+
+    for pair in pairs:
+        if "=" not in pair:
+            raise ValueError(f"{pair!r} is not key=value, such as size=4")
+    return {str(key): value for key, value in OmegaConf.from_dotlist(pairs).items()}
+
+
+def _show(columns: Sequence[str], rows: Iterable[Iterable[object]]) -> None:
+    table = Table(box=SIMPLE, pad_edge=False)
+    for column in columns:  # names are there to be typed: the first column is never broken
+        table.add_column(column, no_wrap=column == columns[0], overflow="fold")
+    for row in rows:
+        table.add_row(*(escape(str(cell)) for cell in row))
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,20 @@
+"""One way to say that a name is wrong: what was given, what is valid, and the nearest match."""
+
+import difflib
+from collections.abc import Iterable
+
+
+def unknown(kind: str, given: object, valid: Iterable[object], hint: str = "") -> ValueError:
+    """Build (not raise) the error for a name that is not among the valid ones.
+
+    Args:
+        kind: what the name stands for, e.g. "algorithm".
+        given: the wrong name.
+        valid: every valid name, listed in the message.
+        hint: one more sentence, e.g. how to add such a thing.
+    """
+    names = [str(name) for name in valid]
+    near = difflib.get_close_matches(str(given), names, n=1, cutoff=0.5)
+    guess = f" Did you mean {near[0]!r}?" if near else ""
+    more = f" {hint}" if hint else ""
+    return ValueError(f"unknown {kind} {str(given)!r}; valid: {', '.join(names) or 'none'}.{guess}{more}")

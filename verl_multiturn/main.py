@@ -1,0 +1,138 @@
+"""Train: `python -m verl_multiturn.main --config-name <recipe> [hydra overrides]`.
+
+Composes and checks the recipe, prepares its tasks (and, with hardware=cpu, its model), then hands
+the configuration to verl's own `run_ppo`.
+"""
+
+import argparse
+import importlib.util
+import os
+import signal
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from verl_multiturn import configure, tasks
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command line; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m verl_multiturn.main", description=__doc__)
+    parser.add_argument("--config-name", required=True, metavar="RECIPE", help="see verl-multiturn recipes")
+    parser.add_argument("--cfg", action="store_true", help="print the resolved configuration and stop")
+    parser.add_argument("--dry-run", action="store_true", help="check everything, start nothing")
+    parser.add_argument("--debug", action="store_true", help="show tracebacks of refusals")
+    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    given = parser.parse_intermixed_args(arguments)
+    try:
+        config = configure.prepare(configure.compose(given.config_name, given.overrides))
+        if given.cfg:
+            sys.stdout.write(OmegaConf.to_yaml(config, resolve=True))
+            return 0
+        found = tasks.panels(config)
+        if given.dry_run:
+            sys.stdout.write(_summary(config, found) + "\n")
+            return 0
+        _ready(config, found)
+    except (ValueError, ImportError, OSError) as error:
+        if given.debug:
+            raise
+        sys.stderr.write(f"error: {error}\n")
+        return 2
+    return run(config)
+
+
+def _summary(config: DictConfig, found: dict[str, Any]) -> str:
+    settings = config.multiturn
+    counts = ", ".join(f"{len(panel.tasks)} {split}" for split, panel in found.items())
+    steps = config.trainer.total_training_steps
+    return (
+        f"ok: {settings.algorithm} on {settings.env} ({counts} tasks), {settings.row} rows, "
+        f"{config.data.train_batch_size} x {config.actor_rollout_ref.rollout.n} trajectories a step, "
+        f"{steps} steps, {config.trainer.device}, model {config.actor_rollout_ref.model.path}"
+    )
+
+
+def _ready(config: DictConfig, found: dict[str, Any]) -> None:
+    """Everything that a run needs on disk and in its environment."""
+    configure.check_hardware(config, configure.has_cuda())
+    flash = importlib.util.find_spec("flash_attn") is not None
+    configure.without_flash_attention(config, flash)
+    if config.trainer.device == "cpu":
+        from verl_multiturn.cpu import settings
+
+        settings.apply()
+        if config.ray_kwargs.ray_init._temp_dir is None:
+            # Ray's socket paths have a limit of 107 characters.
+            config.ray_kwargs.ray_init._temp_dir = tempfile.mkdtemp(prefix="vm", dir="/tmp")
+    os.environ.setdefault("TQDM_DISABLE", "1")  # one progress line is enough
+    Path(config.multiturn.run).mkdir(parents=True, exist_ok=True)
+    tasks.write(found, config.multiturn.run)
+    if config.actor_rollout_ref.model.path == "small":
+        from verl_multiturn import small_model
+
+        path = str(small_model.build(config))
+        config.actor_rollout_ref.model.path = path
+        if config.critic.model.path == "small":
+            config.critic.model.path = path
+
+
+def run(config: DictConfig) -> int:
+    """Start verl with a prepared configuration; returns the exit code."""
+    import ray
+    from verl.trainer import main_ppo
+    from verl.trainer.ppo.utils import need_critic, need_reference_policy
+    from verl.utils.config import validate_config
+
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends like Ctrl-C: in order
+    main_ppo.pprint = lambda *_: None  # a thousand lines of configuration stand in config.yaml
+    validate_config(config, need_reference_policy(config), need_critic(config))
+    sys.stdout.write(f"{_summary(config, tasks.panels(config))}\nrecording to {config.multiturn.run}\n")
+    try:
+        main_ppo.run_ppo(config, task_runner_class=_runner(config.multiturn.in_process))
+    except KeyboardInterrupt:
+        sys.stderr.write(
+            f"stopped; what was recorded is in {config.multiturn.run}, the same command resumes from the "
+            "last checkpoint\n"
+        )
+        return 130
+    finally:
+        ray.shutdown()
+    return 0
+
+
+def _runner(in_process: bool) -> Any:
+    """verl's TaskRunner with our trainers registered, as a Ray actor or in this process."""
+    import ray
+    from verl.trainer.main_ppo import TaskRunnerV1
+
+    class Runner(TaskRunnerV1.__ray_metadata__.modified_class):  # type: ignore[name-defined,misc]
+        def run(self, config: DictConfig) -> None:
+            import verl_multiturn.trainer  # noqa: F401  registers the trainers in this process
+
+            config.trainer.v1.trainer_mode = f"multiturn_{config.trainer.v1.trainer_mode}"
+            super().run(config)
+
+    if not in_process:
+        return ray.remote(Runner)
+
+    class Here:
+        """What `run_ppo` asks of an actor class, without the actor."""
+
+        class run:
+            @staticmethod
+            def remote(config: DictConfig) -> Any:
+                return ray.put(Runner().run(config))
+
+        @classmethod
+        def remote(cls) -> type["Here"]:
+            return cls
+
+    return Here
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,49 @@
+"""The `multiturn/*` and `val/*` metrics of a run; README explains each.
+
+verl picks a reduction by the substrings max, min, sum, total and mean of a name: ours end in /mean.
+"""
+
+from collections import defaultdict
+from typing import Any
+
+import numpy as np
+
+from verl_multiturn.algorithms.metrics import diagnostics
+from verl_multiturn.stats import wilson
+from verl_multiturn.turns import TurnBatch
+
+
+def of_sessions(sessions: list[dict[str, Any]]) -> dict[str, float]:
+    """Means over the trajectories of a training step."""
+    columns = {name: [s["scores"][name] for s in sessions] for name in sessions[0]["scores"]}
+    columns["return"] = [s["return"] for s in sessions]
+    columns["episode_seconds"] = [s["seconds"] for s in sessions]
+    means = {f"multiturn/{name}/mean": float(np.mean(column)) for name, column in columns.items()}
+    return means | {"multiturn/trajectories/mean": float(len(sessions))}
+
+
+def of_turns(turns: TurnBatch, advantages: np.ndarray) -> dict[str, float]:
+    """Shape of the credit: how often it is zero, and how well the anchor groups are filled."""
+    found = {f"multiturn/{name}/mean": value for name, value in diagnostics(turns).items()}
+    return found | {
+        "multiturn/advantage_std/mean": float(np.std(advantages)),
+        "multiturn/zero_advantage/mean": float(np.mean(advantages == 0)),
+    }
+
+
+def of_validation(trajectories: list[dict[str, Any]], expected: int) -> dict[str, float]:
+    """Success on the panel with its Wilson 95 % interval, by task type too; failures are counted."""
+    found = {"val/episodes": float(len(trajectories)), "val/failed": float(expected - len(trajectories))}
+    if not trajectories:
+        return found
+    by_type: dict[str, list[bool]] = defaultdict(list)
+    for trajectory in trajectories:
+        by_type[trajectory["task_type"]].append(bool(trajectory["success"]))
+    wins = [won for group in by_type.values() for won in group]
+    low, high = wilson(sum(wins), len(wins))
+    found |= {"val/success": float(np.mean(wins)), "val/success_low": low, "val/success_high": high}
+    found["val/return"] = float(np.mean([t["return"] for t in trajectories]))
+    found["val/turns"] = float(np.mean([len(t["turns"]) for t in trajectories]))
+    if len(by_type) > 1:
+        found |= {f"val/success/{name}": float(np.mean(group)) for name, group in sorted(by_type.items())}
+    return found

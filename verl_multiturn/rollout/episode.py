@@ -1,0 +1,206 @@
+"""The multi-turn trajectory manager: one coroutine plays one episode, whatever generates the text.
+
+It knows nothing of verl, so a scripted server tests it whole. Token-in, token-out: what was sampled is
+what is trained, never text tokenized again.
+"""
+
+import asyncio
+import hashlib
+import importlib
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from verl_multiturn.env import derive_seed
+from verl_multiturn.rollout.layouts import Limits, NextPrompt, TrajectoryRows, TurnRows
+from verl_multiturn.rollout.parsing import ActionFormat, parse
+from verl_multiturn.rollout.pool import EnvironmentFailure, EnvPool, Observed, reset, step
+from verl_multiturn.rollout.prompts import View
+from verl_multiturn.turns import Trajectory, Turn
+
+ANCHORS = ("state", "observation", "observation+actions")
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One completion: the sampled ids, the stop token included, and their log-probabilities."""
+
+    ids: list[int]
+    log_probs: list[float] | None = None
+    extra: dict[str, Any] = field(default_factory=dict)
+
+
+class Generate(Protocol):
+    """Completes a prompt; `seed` None means the engine's own."""
+
+    def __call__(self, prompt_ids: list[int], max_tokens: int, seed: int | None) -> Awaitable[Sample]:
+        """Sample one utterance of at most `max_tokens` tokens."""
+        ...
+
+
+@dataclass(frozen=True)
+class Task:
+    """Which episode to play."""
+
+    id: int | str
+    group: str  # verl's uid
+    sample: int  # which member of the group
+    dynamics_seed: int
+    sampling_seed: int | None = None  # None: not seeded
+    content: str | None = None  # content hash the panel promises
+    type: str = "default"
+
+
+def anchor_of(rule: str, seen: Observed) -> str:
+    """The anchor of a turn: 128 bits of its state key, observation, or observation and actions.
+
+    `rule` may also be "pkg.module:function", called with the `Observed`; equal keys, equal anchors.
+    """
+    if rule == "state":
+        key: object = seen.key
+    elif rule == "observation":
+        key = seen.observation
+    elif rule == "observation+actions":
+        key = (seen.observation, tuple(seen.admissible or ()))
+    else:
+        module, _, name = rule.partition(":")
+        key = getattr(importlib.import_module(module), name)(seen)
+    return hashlib.blake2b(repr(key).encode(), digest_size=16).hexdigest()
+
+
+@dataclass
+class Episode:
+    """Plays one episode and keeps what happened; `details` has one record per turn."""
+
+    env_name: str
+    env_kwargs: dict[str, Any]
+    task: Task
+    layout: TurnRows | TrajectoryRows
+    form: ActionFormat
+    limits: Limits
+    pool: EnvPool
+    generate: Generate
+    decode: Callable[[list[int]], str]
+    anchor: str = "state"
+    turns: list[Turn] = field(default_factory=list)
+    details: list[dict[str, Any]] = field(default_factory=list)
+    acted: int = 0  # steps of the environment so far
+
+    async def play(self) -> Trajectory:
+        """Play to the end.
+
+        Raises:
+            EnvironmentFailure: the environment raised, hung, or the episode took too long.
+        """
+        env = await self.pool.acquire(self.env_name, self.env_kwargs)
+        try:
+            trajectory = await asyncio.wait_for(self._play(env), self.limits.episode_timeout)
+        except TimeoutError:
+            env.abandon()
+            raise EnvironmentFailure(
+                f"the episode of task {self.task.id} took longer than "
+                f"{self.limits.episode_timeout:g} s, {len(self.turns)} turns done"
+            ) from None
+        except BaseException:
+            env.abandon()
+            raise
+        self.pool.release(env, self.env_name, self.env_kwargs)
+        return trajectory
+
+    async def _play(self, env: Any) -> Trajectory:
+        begun = time.perf_counter()
+        where = f"{self.env_name}, task {self.task.id}"
+        call = self.pool.call(env, f"{where}: reset", reset, self.task.id, self.task.dynamics_seed)
+        seen = await call
+        if self.task.content is not None and seen.content != self.task.content:
+            raise EnvironmentFailure(
+                f"{where} is not the task of the panel: its content hash is {seen.content}, "
+                f"the panel says {self.task.content}"
+            )
+        view, cut = View(seen.instruction, seen.observation), None
+        max_turns = self.limits.max_turns or seen.max_turns
+        while not (seen.terminated or seen.truncated):
+            view.observation, view.admissible = seen.observation, seen.admissible
+            prompt = await asyncio.to_thread(self.layout.prompt, view)
+            if prompt is None:
+                cut = "tokens"
+                break
+            seen = await self._turn(env, where, view, seen, prompt)
+            if len(self.turns) >= max_turns or self._actions_left() == 0:
+                cut = "turns"
+                break
+        return self._trajectory(seen, cut, view.instruction, time.perf_counter() - begun)
+
+    async def _turn(self, env: Any, where: str, view: View, before: Observed, prompt: NextPrompt) -> Observed:
+        text, sample, generate_seconds = await self._speak(prompt.ids)
+        parsed = parse(text, self.form)
+        # Without a valid action the environment is told so: it decides what an idle turn costs.
+        actions = (parsed.actions or ("",))[: self._actions_left()]
+        started, reward, valid, seen = time.perf_counter(), 0.0, parsed.valid, before
+        for action in actions:
+            call = f"{where}: step({action!r}) at turn {len(self.turns)}"
+            seen = await self.pool.call(env, call, step, action)
+            self.acted += 1
+            reward, valid = reward + seen.reward, valid and bool(seen.info.get("valid", True))
+            if seen.terminated or seen.truncated:
+                break
+        anchor = anchor_of(self.anchor, before)
+        self.turns.append(
+            Turn(
+                prompt.new,
+                sample.ids,
+                sample.log_probs,
+                anchor,
+                reward,
+                action_text=text,
+                valid=valid,
+            )
+        )
+        self.details.append(
+            {
+                "observation": before.observation,
+                "prompt": prompt.text,
+                "actions": list(actions) if parsed.valid else [],
+                "dropped_turns": prompt.dropped_turns,
+                "dropped_actions": prompt.dropped_actions,
+                "generate_seconds": generate_seconds,
+                "env_seconds": time.perf_counter() - started,
+                "extra": sample.extra,
+            }
+        )
+        self.layout.heard(sample.ids, text)
+        view.past.append((before.observation, f" {self.form.separator} ".join(actions)))
+        return seen
+
+    def _actions_left(self) -> int | None:
+        return None if self.limits.max_actions is None else self.limits.max_actions - self.acted
+
+    async def _speak(self, prompt_ids: list[int]) -> tuple[str, Sample, float]:
+        seed = self.task.sampling_seed
+        seed = None if seed is None else derive_seed(seed, len(self.turns)) % 2**31
+        started = time.perf_counter()
+        sample = await self.generate(prompt_ids, self.limits.max_action_tokens, seed)
+        return self.decode(sample.ids), sample, time.perf_counter() - started
+
+    def _trajectory(self, seen: Observed, cut: str | None, instruction: str, seconds: float) -> Trajectory:
+        truncation = None if seen.terminated else "environment" if seen.truncated else cut
+        return Trajectory(
+            group=self.task.group,
+            trajectory=self.task.sample,
+            turns=self.turns,
+            terminated=seen.terminated,
+            truncated=not seen.terminated,
+            success=bool(seen.info.get("success", False)),
+            info={
+                "env": self.env_name,
+                "task": str(self.task.id),
+                "seed": self.task.id,
+                "task_type": self.task.type,
+                "dynamics_seed": self.task.dynamics_seed,
+                "instruction": instruction,
+                "truncation": truncation,
+                "seconds": seconds,
+                "details": self.details,
+            },
+        )

@@ -1,0 +1,122 @@
+"""The `multiturn` agent loop: verl calls it once per trajectory in its rollout workers.
+
+Registered by import; `actor_rollout_ref.model.external_lib` names this module, so every worker has it.
+"""
+
+import json
+import os
+import time
+import traceback
+from functools import cache
+from typing import Any
+from uuid import uuid4
+
+from omegaconf import OmegaConf
+from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopOutput, register
+
+from verl_multiturn.env import derive_seed
+from verl_multiturn.rollout.episode import Episode, Sample, Task
+from verl_multiturn.rollout.layouts import LAYOUTS, Limits
+from verl_multiturn.rollout.parsing import ActionFormat
+from verl_multiturn.rollout.pool import EnvPool
+from verl_multiturn.rollout.prompts import Templates, load_policy
+from verl_multiturn.rollout.rows import to_outputs
+
+
+@cache
+def pool(threads: int, timeout: float) -> EnvPool:
+    """The environments of this process."""
+    return EnvPool(threads, timeout)
+
+
+@register("multiturn")
+class MultiTurnLoop(AgentLoopBase):
+    """Plays one episode with verl's LLM server and returns its training rows."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.settings = settings = OmegaConf.to_container(self.config.multiturn, resolve=True)
+        prompt = dict(settings["prompt"])
+        policy = load_policy(prompt.pop("policy"))
+        self.policy = policy(Templates(**prompt))
+        self.form = ActionFormat(**settings["action"])
+        self.limits = Limits(
+            max_prompt_tokens=self.rollout_config.prompt_length,
+            max_response_tokens=self.rollout_config.response_length,
+            max_action_tokens=settings["max_action_tokens"],
+            max_turns=settings["max_turns"],
+            max_actions=settings["max_actions"],
+            episode_timeout=settings["episode_timeout"],
+        )
+
+    async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> list[AgentLoopOutput]:
+        """Play the episode of a dataset row.
+
+        Args:
+            sampling_params: verl's, for training or validation.
+            **kwargs: the columns of `EnvDataset`, and verl's uid, session_id and global_steps.
+        """
+        request_id = uuid4().hex  # one for all turns: they share a server and its prefix cache
+
+        async def generate(prompt_ids: list[int], max_tokens: int, seed: int | None) -> Sample:
+            params = {**sampling_params, "max_tokens": max_tokens}
+            if seed is not None:
+                params["seed"] = seed
+            out = await self.server_manager.generate(
+                request_id=request_id, prompt_ids=prompt_ids, sampling_params=params
+            )
+            log_probs = None if out.log_probs is None else list(out.log_probs)
+            return Sample(list(out.token_ids), log_probs, dict(out.extra_fields))
+
+        layout = LAYOUTS[self.settings["row"]]
+        episode = Episode(
+            env_name=self.settings["env"],
+            env_kwargs=self.settings["env_kwargs"],
+            task=self._task(kwargs),
+            layout=layout(
+                self.policy, self.continuous_token_builder, self.limits, self.tokenizer.eos_token_id
+            ),
+            form=self.form,
+            limits=self.limits,
+            pool=pool(self.settings["env_threads"], self.settings["step_timeout"]),
+            generate=generate,
+            decode=lambda ids: self.tokenizer.decode(ids, skip_special_tokens=True),
+            anchor=self.settings["anchor"],
+        )
+        try:
+            trajectory = await episode.play()
+        except Exception as error:
+            self._record_failure(kwargs, episode, error)
+            raise
+        keep_text = self.settings["gigpo"]["similarity"] is not None
+        return to_outputs(trajectory, self.settings["row"], self.tokenizer.eos_token_id, keep_text)
+
+    def _task(self, kwargs: dict[str, Any]) -> Task:
+        task, sample, step = kwargs["task"], int(kwargs["session_id"]), int(kwargs["global_steps"])
+        # Validation meets the same chances at every step; training meets new ones each time.
+        parts = (task, sample) if kwargs["split"] == "val" else (task, sample, step)
+        seeded = kwargs["split"] == "val" or self.settings["seeded"]
+        return Task(
+            id=task,
+            group=kwargs["uid"],
+            sample=sample,
+            dynamics_seed=derive_seed(*parts),
+            sampling_seed=derive_seed(self.settings["seed"], *parts) if seeded else None,
+            content=kwargs["task_hash"],
+            type=kwargs["task_type"],
+        )
+
+    def _record_failure(self, kwargs: dict[str, Any], episode: Episode, error: Exception) -> None:
+        """One line in the run's failures.jsonl; verl itself only logs the traceback."""
+        line = {
+            "time": time.time(),
+            **{name: kwargs[name] for name in ("split", "task", "uid")},
+            "step": int(kwargs["global_steps"]),
+            "trajectory": int(kwargs["session_id"]),
+            "turn": len(episode.turns),
+            "error": str(error),
+            "traceback": "".join(traceback.format_exception(error)),
+        }
+        os.makedirs(self.settings["run"], exist_ok=True)
+        with open(os.path.join(self.settings["run"], "failures.jsonl"), "a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")

@@ -1,0 +1,55 @@
+"""What an utterance says: the thought and the actions, or that it has no valid form. Pure text."""
+
+import re
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class ActionFormat:
+    """The form an utterance must have (`multiturn.action`)."""
+
+    tag: str | None = "action"  # actions stand inside <tag>…</tag>; None: the whole text is one
+    think: bool = True  # a closed <think>…</think> must stand before them
+    separator: str = "||"  # between several actions of one turn
+    max_actions: int = 1  # actions a turn may hold; later ones are dropped
+
+    def __post_init__(self) -> None:
+        if self.max_actions < 1:
+            raise ValueError(f"multiturn.action.max_actions is {self.max_actions}, must be >= 1")
+        if self.max_actions > 1 and not self.separator:
+            raise ValueError("multiturn.action.separator is empty, several actions need one")
+
+
+@dataclass(frozen=True)
+class Parsed:
+    """An utterance taken apart. `actions` is empty exactly where `valid` is false."""
+
+    actions: tuple[str, ...]
+    valid: bool
+    thought: str = ""
+
+
+INVALID = Parsed((), False)
+
+
+def parse(text: str, form: ActionFormat) -> Parsed:
+    """Take the actions out of an utterance; anything out of form is `INVALID`, never an error.
+
+    The first complete tag pair counts, as in the authors' projections (GiGPO, RAGEN); a thought
+    must be closed before it.
+    """
+    thought = ""
+    if form.think:
+        match = re.search(r"<think>(.*?)</think>", text, re.DOTALL)
+        if match is None:
+            return INVALID
+        thought, text = match.group(1).strip(), text[match.end() :]
+    if form.tag is not None:
+        tag = re.escape(form.tag)
+        match = re.search(rf"<{tag}>(.*?)</{tag}>", text, re.DOTALL)
+        if match is None:
+            return INVALID
+        text = match.group(1)
+    parts = text.split(form.separator) if form.max_actions > 1 else [text]
+    actions = tuple(part.strip() for part in parts if part.strip())[: form.max_actions]
+    return Parsed(actions, True, thought) if actions else INVALID

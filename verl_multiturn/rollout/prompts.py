@@ -1,0 +1,146 @@
+"""What the policy reads at a turn: chat messages from templates, fitted to a token budget. Pure.
+
+Two layouts use it. Turn rows start a fresh chat each turn, with a window of past turns in it
+(`first`, then `turn`); trajectory rows append to one chat (`first`, then `next`).
+"""
+
+import importlib
+import string
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from verl_multiturn.errors import unknown
+
+Messages = list[dict[str, str]]
+FIELDS = ("instruction", "observation", "history", "shown", "turn", "admissible", "format")
+HISTORY_FIELDS = ("index", "observation", "action")
+
+
+class PromptTooLong(ValueError):
+    """A prompt exceeds its budget even without history and list of actions."""
+
+
+@dataclass(frozen=True)
+class Templates:
+    """Prompt templates (`multiturn.prompt`); placeholders are those of `FIELDS`."""
+
+    system: str | None = None
+    first: str = "{instruction}\n\nCurrent observation:\n{observation}\n{admissible}\n{format}"
+    turn: str = (
+        "{instruction}\n\nTurns taken so far: {turn}. The latest {shown}:\n{history}\n\n"
+        "Current observation:\n{observation}\n{admissible}\n{format}"
+    )
+    next: str = "{observation}\n{admissible}"
+    history: int = 2  # past turns shown in turn rows
+    history_item: str = "[turn {index}] {observation}\n[action] {action}"
+    admissible: str = "Legal actions: {actions}"
+    format: str = ""
+
+    def __post_init__(self) -> None:
+        known = {"history_item": HISTORY_FIELDS, "admissible": ("actions",)}
+        for name in ("first", "turn", "next", "history_item", "admissible"):
+            for _, placeholder, _, _ in string.Formatter().parse(getattr(self, name)):
+                if placeholder is not None and placeholder not in known.get(name, FIELDS):
+                    kind = f"placeholder in multiturn.prompt.{name}"
+                    raise unknown(kind, placeholder, known.get(name, FIELDS))
+        if self.history < 0:
+            raise ValueError(f"multiturn.prompt.history is {self.history}, must be >= 0")
+
+
+@dataclass
+class View:
+    """All that a prompt may show of an episode so far."""
+
+    instruction: str
+    observation: str
+    admissible: Sequence[str] | None = None
+    past: list[tuple[str, str]] = field(default_factory=list)  # (observation, action) per turn
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A prompt that fits, and what was left out to make it fit."""
+
+    messages: Messages
+    ids: list[int]
+    dropped_turns: int = 0
+    dropped_actions: int = 0
+
+
+class PromptPolicy:
+    """Builds the messages of a turn. Subclass it for another wording (`multiturn.prompt.policy`)."""
+
+    def __init__(self, templates: Templates) -> None:
+        self.templates = templates
+
+    def messages(self, view: View, shown: int, actions: Sequence[str] | None) -> Messages:
+        """A fresh chat that shows the last `shown` past turns and these legal actions."""
+        name = "turn" if view.past and shown else "first"
+        return [*self._system(), self._user(name, view, shown, actions)]
+
+    def follow_up(self, view: View) -> dict[str, str]:
+        """The message appended to a running chat."""
+        return self._user("next", view, 0, view.admissible)
+
+    def fit(self, view: View, encode: Callable[[Messages], list[int]], budget: int) -> Prompt:
+        """Build the prompt of a turn within `budget` tokens.
+
+        History goes first, oldest turn first, then the list of legal actions from its end; the
+        instruction and the observation are never cut.
+
+        Raises:
+            PromptTooLong: what is left still exceeds the budget.
+        """
+        window = min(self.templates.history, len(view.past))
+        for shown in range(window, -1, -1):
+            messages = self.messages(view, shown, view.admissible)
+            ids = encode(messages)
+            if len(ids) <= budget:
+                return Prompt(messages, ids, dropped_turns=window - shown)
+        keep = len(view.admissible or ())
+        while keep:
+            keep //= 2
+            messages = self.messages(view, 0, (view.admissible or ())[:keep])
+            ids = encode(messages)
+            if len(ids) <= budget:
+                dropped = len(view.admissible or ()) - keep
+                return Prompt(messages, ids, dropped_turns=window, dropped_actions=dropped)
+        raise PromptTooLong(
+            f"the prompt of turn {len(view.past)} has {len(ids)} tokens without any history, "
+            f"data.max_prompt_length is {budget}: raise it, or shorten the observation"
+        )
+
+    def _system(self) -> Messages:
+        system = self.templates.system
+        return [] if system is None else [{"role": "system", "content": system}]
+
+    def _user(self, name: str, view: View, shown: int, actions: Sequence[str] | None) -> dict[str, str]:
+        start = len(view.past) - shown
+        items = (
+            self.templates.history_item.format(index=i, observation=observation, action=action)
+            for i, (observation, action) in enumerate(view.past[start:], start)
+        )
+        listed = self.templates.admissible.format(actions=", ".join(actions)) if actions else ""
+        content = getattr(self.templates, name).format(
+            instruction=view.instruction,
+            observation=view.observation,
+            history="\n".join(items),
+            shown=shown,
+            turn=len(view.past),
+            admissible=listed,
+            format=self.templates.format,
+        )
+        return {"role": "user", "content": content.strip("\n")}
+
+
+def load_policy(name: str | None) -> type[PromptPolicy]:
+    """The class that `multiturn.prompt.policy` names as "pkg.module:Class"; None: `PromptPolicy`."""
+    if name is None:
+        return PromptPolicy
+    module, _, attribute = name.partition(":")
+    policy = getattr(importlib.import_module(module), attribute or "PromptPolicy", None)
+    if not (isinstance(policy, type) and issubclass(policy, PromptPolicy)):
+        raise ValueError(
+            f"multiturn.prompt.policy={name!r} is not a subclass of PromptPolicy; write pkg.module:Class"
+        )
+    return policy

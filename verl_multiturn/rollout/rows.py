@@ -1,0 +1,241 @@
+"""Trajectory -> verl rows, and back: verl rows -> TurnBatch, advantages -> tokens, recorded trajectories.
+
+A row is one training sequence: a turn, or a whole trajectory. Per-turn data travels as plain records
+with spans in `extra_fields`, never as per-token tensors: verl pads its batch with clones of row 0.
+"""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopOutput
+
+from verl_multiturn.turns import Trajectory, TurnBatch
+
+SIMILARITY = "anchor_text"
+
+
+def to_outputs(
+    trajectory: Trajectory, layout: str, pad_id: int = 0, keep_text: bool = False
+) -> list[AgentLoopOutput]:
+    """Make the rows of a trajectory.
+
+    Every row carries the raw episode return (verl copies the last row's score onto all of them), the
+    records of its turns, and the weight versions it was sampled with.
+
+    Args:
+        trajectory: what `Episode.play` returned.
+        layout: "turn" (a row per turn) or "trajectory" (one row).
+        pad_id: the one untrained token of a row whose utterance is empty, since verl needs one.
+        keep_text: also carry the observations as anchor text, for similarity grouping.
+    """
+    details = trajectory.info["details"]
+    versions = [
+        version
+        for detail in details
+        for name in ("min_global_steps", "max_global_steps")
+        if (version := detail["extra"].get(name)) is not None
+    ]
+    shared = {
+        "min_global_steps": min(versions, default=0),
+        "max_global_steps": max(versions, default=0),
+        "reward_extra_info": scores(trajectory),
+        "trajectory": {
+            **{name: value for name, value in trajectory.info.items() if name != "details"},
+            "return": trajectory.episode_return,
+            "success": trajectory.success,
+            "terminated": trajectory.terminated,
+            "truncated": trajectory.truncated,
+        },
+    }
+    rows = [[t] for t in range(len(details))] if layout == "turn" else [list(range(len(details)))]
+    outputs = []
+    for row in rows:
+        prompt_ids, response_ids, mask, log_probs, records = _lay_out(trajectory, row, keep_text)
+        if not response_ids:
+            response_ids, mask, log_probs = [pad_id], [0], None if log_probs is None else [0.0]
+        seconds = AgentLoopMetrics(
+            generate_sequences=sum(details[t]["generate_seconds"] for t in row),
+            tool_calls=sum(details[t]["env_seconds"] for t in row),
+        )
+        outputs.append(
+            AgentLoopOutput(
+                prompt_ids=prompt_ids,
+                response_ids=response_ids,
+                response_mask=mask,
+                response_logprobs=log_probs,
+                reward_score=trajectory.episode_return,
+                num_turns=len(details),
+                metrics=seconds,
+                extra_fields={**shared, "turns": records},
+            )
+        )
+    return outputs
+
+
+def scores(trajectory: Trajectory) -> dict[str, float]:
+    """What verl reports of a validation episode under `val-aux`."""
+    return {
+        "success": float(bool(trajectory.success)),
+        "turns": float(len(trajectory.turns)),
+        "valid": float(np.mean([turn.valid for turn in trajectory.turns])),
+        "truncated": float(trajectory.truncated),
+    }
+
+
+def _lay_out(
+    trajectory: Trajectory, row: list[int], keep_text: bool
+) -> tuple[list[int], list[int], list[int], list[float] | None, list[dict[str, Any]]]:
+    """Tokens, mask and turn records of one row; the mask is 1 exactly on the sampled ids."""
+    prompt_ids = trajectory.turns[row[0]].prompt_ids
+    response: list[int] = []
+    mask: list[int] = []
+    log_probs: list[float] | None = []
+    records = []
+    for t in row:
+        turn, detail = trajectory.turns[t], trajectory.info["details"][t]
+        glue = [] if t == row[0] else turn.prompt_ids
+        start = len(response) + len(glue)
+        response += glue + turn.action_ids
+        mask += [0] * len(glue) + [1] * len(turn.action_ids)
+        if log_probs is not None and turn.log_probs is not None:
+            log_probs += [0.0] * len(glue) + turn.log_probs
+        else:
+            log_probs = None
+        record = {
+            "index": t,
+            "span": [start, len(response)],
+            "glue": len(glue),
+            "anchor": turn.anchor,
+            "reward": turn.reward,
+            "value": turn.value,
+            "valid": turn.valid,
+            "text": turn.action_text,
+            **{name: detail[name] for name in ("observation", "prompt", "actions")},
+            **{name: detail[name] for name in ("dropped_turns", "dropped_actions")},
+            **{name: detail[name] for name in ("generate_seconds", "env_seconds")},
+        }
+        if keep_text:
+            record[SIMILARITY] = detail["observation"]
+        records.append(record)
+    return prompt_ids, response, mask, log_probs, records
+
+
+@dataclass
+class Rows:
+    """The real rows of a verl batch (padding left out) and where each of their turns stands."""
+
+    keys: list[str]  # of all rows of the batch, padding included
+    real: list[int]  # positions in `keys` that are not padding
+    fields: list[dict[str, Any]]  # extra_fields of the real rows
+
+    @classmethod
+    def read(cls, keys: Sequence[str], tags: Sequence[dict[str, Any]], extra_fields: Sequence[Any]) -> "Rows":
+        """From a batch's keys, tags and fetched `extra_fields`, all over the same rows."""
+        real = [i for i, tag in enumerate(tags) if not tag.get("is_padding", False)]
+        plain = [getattr(extra, "data", extra) for extra in extra_fields]
+        return cls(list(keys), real, [plain[i] for i in real])
+
+    def turns(self, values: Sequence[Sequence[float]] | None = None) -> TurnBatch:
+        """The batch an algorithm reads, one entry per turn, in the order of `places`.
+
+        Args:
+            values: per row of the batch, V before each response token; None leaves the recorded values.
+        """
+        columns: dict[str, list[Any]] = defaultdict(list)
+        last = {}
+        for n, (row, record, trajectory) in enumerate(self.places):
+            uid, sample, _ = self.keys[row].rsplit("_", 2)
+            columns["group"].append(uid)
+            columns["trajectory"].append(int(sample))
+            for name in ("index", "reward", "anchor", "valid"):
+                columns[name].append(record[name])
+            start, stop = record["span"]
+            columns["tokens"].append(stop - start)
+            columns["value"].append(record["value"] if values is None else float(values[row][start]))
+            if SIMILARITY in record:
+                columns[SIMILARITY].append(record[SIMILARITY])
+            if record["index"] >= last.get((uid, sample), (-1,))[0]:
+                last[uid, sample] = (record["index"], n, trajectory)
+        ends = {n: trajectory for _, n, trajectory in last.values()}
+        size = len(columns["index"])
+        return TurnBatch.from_lists(
+            **columns,
+            terminated=[n in ends and ends[n]["terminated"] for n in range(size)],
+            truncated=[n in ends and ends[n]["truncated"] for n in range(size)],
+        )
+
+    @cached_property
+    def places(self) -> list[tuple[int, dict[str, Any], dict[str, Any]]]:
+        """(row of the batch, turn record, trajectory record) of every turn."""
+        return [
+            (row, record, fields["trajectory"])
+            for row, fields in zip(self.real, self.fields, strict=True)
+            for record in fields["turns"]
+        ]
+
+    def spread(self, per_turn: np.ndarray, mask: torch.Tensor) -> torch.Tensor:
+        """Give each token of an utterance its turn's number; 0 on all other tokens and on padding.
+
+        Args:
+            per_turn: (N,) one number per turn, in the order of `places`.
+            mask: nested (B, response) response mask of the whole batch.
+
+        Returns:
+            Nested (B, response), float32.
+        """
+        rows = [torch.zeros(int(length)) for length in mask.offsets().diff()]
+        for number, (row, record, _) in zip(per_turn.tolist(), self.places, strict=True):
+            start, stop = record["span"]
+            rows[row][start:stop] = number
+        return torch.nested.as_nested_tensor(rows, layout=torch.jagged)
+
+    def sessions(self) -> dict[str, dict[str, Any]]:
+        """One trajectory record per session, by `uid_session`."""
+        return {
+            self.keys[row].rsplit("_", 1)[0]: fields["trajectory"] | {"scores": fields["reward_extra_info"]}
+            for row, fields in zip(self.real, self.fields, strict=True)
+        }
+
+
+def to_records(
+    rows: Rows,
+    prompts: Sequence[Sequence[int]],
+    responses: Sequence[Sequence[int]],
+    log_probs: Sequence[Sequence[float]] | None,
+    advantages: Sequence[Sequence[float]] | None,
+    split: str,
+    step: int,
+) -> list[dict[str, Any]]:
+    """Recorded trajectories (schema in `verl_multiturn.runs`), from the fetched columns of a batch."""
+    trajectories: dict[str, dict[str, Any]] = {}
+    for row, record, trajectory in sorted(rows.places, key=lambda p: (_session(rows, p[0]), p[1]["index"])):
+        uid, sample, number = rows.keys[row].rsplit("_", 2)
+        whole = trajectories.setdefault(
+            f"{uid}_{sample}",
+            {"split": split, "step": step, "group": uid, "trajectory": int(sample), **trajectory, "turns": []},
+        )
+        start, stop = record["span"]
+        new = list(prompts[row]) if start == 0 else list(responses[row][start - record["glue"] : start])
+        kept = {name: value for name, value in record.items() if name not in ("glue", SIMILARITY)}
+        whole["turns"].append(
+            {
+                **kept,
+                "value": None if np.isnan(record["value"]) else record["value"],
+                "prompt_ids": new,
+                "action_ids": list(responses[row][start:stop]),
+                "log_probs": None if log_probs is None else list(log_probs[row][start:stop]),
+                "advantage": None if advantages is None or stop == start else float(advantages[row][start]),
+                "row": int(number),
+            }
+        )
+    return list(trajectories.values())
+
+
+def _session(rows: Rows, row: int) -> tuple[str, int]:
+    uid, sample, _ = rows.keys[row].rsplit("_", 2)
+    return uid, int(sample)

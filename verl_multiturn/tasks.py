@@ -1,0 +1,61 @@
+"""The panels of a run: built or loaded, verified, disjoint by content, written into the run folder."""
+
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from verl_multiturn.panel import Panel, check_disjoint, load_panel
+
+VERIFIED = 64  # tasks of a given panel that are compared with the environment at start-up
+
+
+def panels(config: DictConfig) -> dict[str, Panel]:
+    """Train, val and (if given) test panels of a run.
+
+    Training tasks given as {first_seed, size} leave out the tasks of the other panels by content;
+    given as a panel, an overlap is refused.
+
+    Raises:
+        ValueError: a panel for another environment, one whose hashes do not match, an overlap.
+    """
+    settings = config.multiturn
+    found = {}
+    for split in ("val", "test"):
+        if settings[split] is not None:
+            found[split] = _panel(settings, split, frozenset())
+    if settings.val_size is not None:
+        val = found["val"]
+        found["val"] = Panel(val.env, val.kwargs, val.split, val.tasks[: settings.val_size])
+    taken = frozenset().union(*(panel.hashes for panel in found.values()))
+    found["train"] = _panel(settings, "train", taken)
+    if settings.val != settings.test:
+        check_disjoint(*found.values())
+    else:  # one panel in both roles, as in the quickstart, which tunes nothing on it
+        check_disjoint(found["train"], found["val"])
+    return found
+
+
+def write(found: dict[str, Panel], run: str) -> None:
+    """Save the panels where `data.train_files` and `data.val_files` look for them."""
+    folder = Path(run) / "panels"
+    folder.mkdir(parents=True, exist_ok=True)
+    for split, panel in found.items():
+        panel.save(folder / f"{split}.json")
+
+
+def _panel(settings: DictConfig, split: str, exclude: frozenset[str]) -> Panel:
+    given: Any = settings[split]
+    kwargs: dict[str, Any] = OmegaConf.to_container(settings.env_kwargs, resolve=True)  # type: ignore[assignment]
+    if not isinstance(given, str):
+        seeds = count(given.first_seed)
+        return Panel.build(settings.env, kwargs, seeds, split, exclude, given.size)
+    panel = load_panel(given)
+    if (panel.env, dict(panel.kwargs)) != (settings.env, kwargs):
+        raise ValueError(
+            f"panel {given} is for {panel.env} with {dict(panel.kwargs)}, the run plays {settings.env} with "
+            f"{kwargs}: give multiturn.{split} a panel of this environment or {{first_seed, size}}"
+        )
+    panel.verify(VERIFIED)
+    return panel

@@ -1,0 +1,212 @@
+"""Thin subclasses of verl's V1 trainers: credit per turn, recorded runs, guarded steps.
+
+`MultiTurnMixin` overrides hooks only; verl's own `fit`, `_step_once`, critic and actor updates run
+unchanged. tests/test_verl_hooks.py guards every signature used here against the installed verl.
+"""
+
+import time
+from functools import partial
+from typing import Any
+
+import numpy as np
+import transfer_queue as tq
+from omegaconf import OmegaConf
+from tensordict import TensorDict
+from verl.trainer.ppo.v1.trainer_base import register_trainer
+from verl.trainer.ppo.v1.trainer_colocate_async import PPOTrainerColocateAsync
+from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
+from verl.utils import tensordict_utils as tu
+
+from verl_multiturn import metrics as run_metrics
+from verl_multiturn.algorithms import advantages
+from verl_multiturn.configure import VERL_ALGORITHMS, keywords
+from verl_multiturn.progress import Progress
+from verl_multiturn.rollout.rows import Rows, to_records
+from verl_multiturn.runs import RunWriter
+
+class MultiTurnMixin:
+    """What every mode shares. `mode` is verl's name of it."""
+
+    mode: str
+
+    def __init__(self, config: Any) -> None:
+        # verl keys its synchronous behaviour on this string, not on the class.
+        config.trainer.v1.trainer_mode = self.mode
+        super().__init__(config)  # type: ignore[call-arg]
+        self.settings = config.multiturn
+        self._sampled = 0.0
+        self._val_records: list[dict[str, Any]] = []
+        self._fetched = 0
+        # verl's default of 2 s rounds every rollout and every validation up; no key reaches it.
+        self.replay_buffer.poll_interval = self.settings.poll_interval
+        self.replay_buffer.sample = partial(self._sample, self.replay_buffer.sample)
+
+    # ------------------------------------------------------------------ run folder and progress
+
+    def fit(self, agent_loop_manager: Any) -> None:
+        """verl's `fit`, recorded; whatever ends it, the run folder stays whole."""
+        config = OmegaConf.to_container(self.config, resolve=True)
+        self.progress = Progress(self.total_training_steps, self.global_steps)
+        with RunWriter(self.settings.run, config, resume_step=self.global_steps or None) as self.writer:
+            super().fit(agent_loop_manager)  # type: ignore[misc]
+
+    def _compute_metrics(self, batch: Any, metrics: dict, timing_raw: dict, global_steps: int, epoch: int) -> Any:
+        result = super()._compute_metrics(batch, metrics, timing_raw, global_steps, epoch)  # type: ignore[misc]
+        self.writer.metrics(global_steps, metrics)
+        self.progress.step(global_steps, metrics)
+        return result
+
+    # ------------------------------------------------------------------ sampling
+
+    def _sample(self, sample: Any, global_steps: int, partition_id: str, batch_size: int) -> Any:
+        """verl's sampler, with a check: it would silently train on whatever episodes survived."""
+        if partition_id == "val":
+            batch, metrics = sample(global_steps, partition_id, batch_size)
+            self._val_records += self._record(batch, "val", {})
+            self._expected_val += batch_size * self.config.actor_rollout_ref.rollout.val_kwargs.n
+            return batch, metrics
+        expected = batch_size * self.config.actor_rollout_ref.rollout.n
+        for attempt in range(self.settings.failures.refills + 1):
+            batch, metrics = self._sample_some(sample, global_steps, partition_id, batch_size)
+            survived = len({key.rsplit("_", 1)[0] for key in batch.keys})
+            if survived >= self.settings.failures.min_share * expected:
+                metrics["multiturn/failed_trajectories/mean"] = expected - survived
+                metrics["multiturn/refills/mean"] = attempt
+                return batch, metrics
+            self.progress.note(
+                f"step {global_steps}: {survived} of {expected} trajectories survived (see failures.jsonl)"
+            )
+            if batch.keys:
+                tq.kv_clear(keys=batch.keys, partition_id=partition_id)
+            if attempt < self.settings.failures.refills:
+                self._add_prompts_to_generate(batch_size)
+        raise RuntimeError(
+            f"step {global_steps} has {survived} of {expected} trajectories after "
+            f"{self.settings.failures.refills} refills, fewer than multiturn.failures.min_share="
+            f"{self.settings.failures.min_share:g}: {self.settings.run}/failures.jsonl names what failed; "
+            "nothing was trained on this step"
+        )
+
+    def _sample_some(self, sample: Any, global_steps: int, partition_id: str, batch_size: int) -> Any:
+        """verl raises where not one trajectory survived; here that is an empty batch like any other."""
+        try:
+            return sample(global_steps, partition_id, batch_size)
+        except RuntimeError as error:
+            if "no materializable trajectories" not in str(error):
+                raise
+            buffer = self.replay_buffer
+            uids = list(buffer.finished_keys[partition_id] | buffer.failure_keys[partition_id])
+            tq.kv_clear(keys=uids, partition_id=partition_id)
+            return tq.KVBatchMeta(partition_id=partition_id, keys=[], tags=[]), {}
+
+    def _fetch_one_gen_batch(self) -> Any:
+        batch = super()._fetch_one_gen_batch()  # type: ignore[misc]
+        if self.settings.seeded:
+            # verl's uids are random; mini-batches follow their order. No "_": keys are split there.
+            uids = [f"{self.global_steps:06d}-{self._fetched + i:06d}" for i in range(len(batch))]
+            self._fetched += len(batch)
+            tu.assign_non_tensor_stack(batch, "uid", uids)
+        return batch
+
+    def _balance_batch(self, batch: Any, metrics: dict, **kwargs: Any) -> Any:
+        self._sampled = time.perf_counter()
+        if self.settings.seeded:
+            # Rows arrive in the order of completion.
+            order = [(uid, int(s), int(i)) for uid, s, i in (key.rsplit("_", 2) for key in batch.keys)]
+            batch.reorder(sorted(range(len(order)), key=order.__getitem__))
+        rows = len(batch.keys)
+        batch = super()._balance_batch(batch, metrics, **kwargs)  # type: ignore[misc]
+        metrics["multiturn/rows/mean"] = rows
+        metrics["multiturn/padded_rows/mean"] = len(batch.keys) - rows
+        return batch
+
+    # ------------------------------------------------------------------ credit
+
+    def _compute_advantage(self, batch: Any, metrics: dict) -> Any:
+        """Turn-level algorithms here, verl's own through `super()`; then record the step."""
+        name = self.settings.algorithm
+        rows = self._rows(batch)
+        metrics |= run_metrics.of_sessions(list(rows.sessions().values()))
+        if name in VERL_ALGORITHMS:
+            batch = super()._compute_advantage(batch, metrics)  # type: ignore[misc]
+        else:
+            batch = self._turn_advantages(name, rows, batch, metrics)
+        started = time.perf_counter()
+        self.writer.trajectories("train", self.global_steps, self._record(batch, "train", metrics))
+        metrics["multiturn/record_seconds/mean"] = time.perf_counter() - started
+        return batch
+
+    def _turn_advantages(self, name: str, rows: Rows, batch: Any, metrics: dict) -> Any:
+        fields = ["response_mask"] + (["values"] if self.use_critic else [])
+        data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=fields)
+        turns = rows.turns(list(data["values"].unbind()) if self.use_critic else None)
+        started = time.perf_counter()
+        per_turn = advantages(name, turns, **keywords(self.settings))
+        metrics["multiturn/advantage_seconds/mean"] = time.perf_counter() - started
+        metrics |= run_metrics.of_turns(turns, per_turn)
+        # A critic over turns learns A + V, the return its advantage was measured against.
+        target = per_turn + turns.value if self.use_critic else per_turn
+        output = {
+            "advantages": rows.spread(per_turn, data["response_mask"]),
+            "returns": rows.spread(target, data["response_mask"]),
+        }
+        return tq.kv_batch_put(
+            keys=batch.keys, partition_id=batch.partition_id, fields=TensorDict(output, batch_size=len(batch))
+        )
+
+    # ------------------------------------------------------------------ validation
+
+    def _validate(self) -> dict:
+        self._val_records, self._expected_val = [], 0
+        started = time.perf_counter()
+        metrics = super()._validate()  # type: ignore[misc]
+        metrics |= run_metrics.of_validation(self._val_records, self._expected_val)
+        self.writer.trajectories("val", self.global_steps, self._val_records)
+        self.writer.metrics(self.global_steps, metrics)
+        self.progress.validation(self.global_steps, metrics, time.perf_counter() - started)
+        return metrics
+
+    # ------------------------------------------------------------------ records
+
+    def _rows(self, batch: Any) -> Rows:
+        fetched = tq.kv_batch_get(
+            keys=batch.keys, partition_id=batch.partition_id, select_fields=["extra_fields"]
+        )
+        return Rows.read(batch.keys, batch.tags, list(fetched["extra_fields"]))
+
+    def _record(self, batch: Any, split: str, metrics: dict) -> list[dict[str, Any]]:
+        if not batch.keys:
+            return []
+        fields = ["prompts", "responses", "extra_fields"]
+        if self.config.actor_rollout_ref.rollout.calculate_log_probs:
+            fields.append("rollout_log_probs")
+        if split == "train":
+            fields.append("advantages")
+        data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=fields)
+
+        def column(name: str) -> Any:
+            return [row.tolist() for row in data[name].unbind()] if name in data else None
+
+        return to_records(
+            Rows.read(batch.keys, batch.tags, list(data["extra_fields"])),
+            column("prompts"),
+            column("responses"),
+            column("rollout_log_probs"),
+            column("advantages"),
+            split,
+            self.global_steps,
+        )
+
+
+@register_trainer("multiturn_sync")
+class MultiTurnTrainer(MultiTurnMixin, PPOTrainerSync):
+    """Rollout and training take turns on the same devices; every step is on-policy."""
+
+    mode = "sync"
+
+
+@register_trainer("multiturn_colocate_async")
+class MultiTurnColocateAsyncTrainer(MultiTurnMixin, PPOTrainerColocateAsync):
+    """Rollout and training share devices; trajectories may span weight versions."""
+
+    mode = "colocate_async"
