@@ -1,106 +1,24 @@
-"""From a recipe's name and overrides to a checked configuration; every refusal is one sentence.
+"""What follows from a composed configuration, and what contradicts it; every refusal is one sentence.
 
-Nothing here imports torch, ray or verl's trainer: a wrong configuration is refused in a second.
+Nothing here imports torch, ray or verl: a wrong configuration is refused in a second.
 """
 
 import math
 import os
-import re
 from pathlib import Path
 from typing import Any
 
-import hydra
-from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf, open_dict
-from omegaconf.errors import OmegaConfBaseException
 
 from verl_multiturn.algorithms import find, list_algorithms
+from verl_multiturn.compose import plain
 from verl_multiturn.errors import unknown
-from verl_multiturn.recipes_index import list_recipes, recipes_dir
 from verl_multiturn.rollout.parsing import ActionFormat
 from verl_multiturn.rollout.prompts import Templates
 
-CONFIG = Path(__file__).parent / "config"
 VERL_ALGORITHMS = {"grpo": "grpo", "ppo": "gae", "verl": None}  # name -> verl's adv_estimator
 LAYOUTS = ("turn", "trajectory")
 MODES = ("sync", "colocate_async", "separate_async")
-
-
-def compose(recipe: str, overrides: list[str]) -> DictConfig:
-    """Compose a recipe with hydra and check every key.
-
-    Raises:
-        ValueError: unknown recipe, key, preset or value; the sentence names the valid ones.
-    """
-    if recipe not in ("multiturn", *list_recipes()):
-        raise unknown("recipe", recipe, list_recipes(), "Recipes are the YAML files in recipes/.")
-    config = _hydra(recipe, overrides)
-    if missing := sorted(OmegaConf.missing_keys(config) & {"multiturn.env", "actor_rollout_ref.model.path"}):
-        raise ValueError(f"{' and '.join(missing)} must be set, e.g. {missing[0]}=...")
-    if recipe != "multiturn":
-        check_keys(config, _hydra("multiturn", []))
-    return config
-
-
-def _hydra(recipe: str, overrides: list[str]) -> DictConfig:
-    # Hydra accepts a search path only in a primary YAML or as an override.
-    paths = f"hydra.searchpath=[file://{CONFIG},pkg://verl.trainer.config]"
-    folder = CONFIG if recipe == "multiturn" else recipes_dir()
-    try:
-        with hydra.initialize_config_dir(str(folder), version_base=None):
-            return hydra.compose(recipe, [paths, *overrides])
-    except (HydraException, OmegaConfBaseException) as error:
-        raise ValueError(_explain(str(error), recipe)) from None
-
-
-def _explain(message: str, recipe: str) -> str:
-    """Hydra's refusal in one sentence, with the nearest match where a name is wrong."""
-    found = re.search(r"Could not override '([^']+)'", message)
-    if found:
-        keys = sorted(_leaves(_hydra(recipe, [])))
-        hint = "To add a key that verl reads but does not list, write +key=value."
-        return str(_nearest(found.group(1), keys, hint))
-    found = re.search(r"In '[^']*': Could not find '(\w+)/(\w+)'", message)
-    if found:
-        presets = [path.stem for path in sorted((CONFIG / found.group(1)).glob("*.yaml"))]
-        return str(unknown(f"{found.group(1)} preset", found.group(2), presets))
-    return " ".join(message.split())
-
-
-def _nearest(key: str, keys: list[str], hint: str = "") -> ValueError:
-    """An unknown key, with the keys that stand beside it."""
-    parent, _, name = key.rpartition(".")
-    beside = [k.rpartition(".")[2] for k in keys if k.rpartition(".")[0] == parent]
-    if beside:
-        return unknown(f"config key in {parent or 'the top level'}:", name, beside, hint)
-    return unknown("config key", key, [k for k in keys if k.rpartition(".")[2] == name], hint)
-
-
-def _leaves(config: Any, prefix: str = "") -> set[str]:
-    """Dotted names of every key, groups included."""
-    names = set()
-    for key in config:
-        name = f"{prefix}{key}"
-        names.add(name)
-        node = None if OmegaConf.is_missing(config, key) else config._get_node(key)
-        if isinstance(node, DictConfig) and not node._is_none() and not node._is_interpolation():
-            names |= _leaves(node, name + ".")
-    return names
-
-
-def check_keys(config: DictConfig, schema: DictConfig) -> None:
-    """Refuse keys that neither verl nor we know: verl's `algorithm` block would ignore them silently.
-
-    Groups that are empty in the schema (engine_kwargs.vllm, env_kwargs, ...) are free.
-    """
-    known = _leaves(schema)
-    for name in sorted(_leaves(config) - known):
-        parent = name.rpartition(".")[0]
-        while parent and parent not in known:
-            parent = parent.rpartition(".")[0]
-        above = OmegaConf.select(schema, parent) if parent else schema
-        if isinstance(above, DictConfig) and len(above) and name.rpartition(".")[0] == parent:
-            raise _nearest(name, sorted(known))
 
 
 def prepare(config: DictConfig) -> DictConfig:
@@ -140,9 +58,9 @@ def _check_choices(config: DictConfig) -> None:
     ):
         if value not in valid and not (key == "multiturn.algorithm" and ":" in value):
             raise unknown(f"value of {key}", value, valid)
-    prompt = OmegaConf.to_container(settings.prompt, resolve=True)
+    prompt = plain(settings.prompt)
     Templates(**{name: value for name, value in prompt.items() if name != "policy"})
-    ActionFormat(**OmegaConf.to_container(settings.action, resolve=True))
+    ActionFormat(**plain(settings.action))
     if settings.algorithm not in VERL_ALGORITHMS:
         find(settings.algorithm).configure(keywords(settings))
     if not 0 < settings.failures.min_share <= 1:
@@ -157,7 +75,7 @@ def _check_choices(config: DictConfig) -> None:
 def keywords(settings: DictConfig) -> dict[str, Any]:
     """The keywords of the run's algorithm: its own block, or `multiturn.keywords` for a user's own."""
     block = settings.keywords if ":" in settings.algorithm else settings.get(settings.algorithm, {})
-    return dict(OmegaConf.to_container(OmegaConf.create(block), resolve=True))  # type: ignore[arg-type]
+    return plain(OmegaConf.create(block))
 
 
 def list_trainable() -> tuple[str, ...]:
@@ -172,7 +90,9 @@ def _derive_algorithm(config: DictConfig) -> None:
     given = config.algorithm.adv_estimator
     if estimator is None:
         if given is None:
-            raise ValueError("multiturn.algorithm=verl needs algorithm.adv_estimator, e.g. reinforce_plus_plus")
+            raise ValueError(
+                "multiturn.algorithm=verl needs algorithm.adv_estimator, e.g. reinforce_plus_plus"
+            )
     elif given not in (None, estimator):
         raise ValueError(
             f"algorithm.adv_estimator={given} contradicts multiturn.algorithm={name}: set the latter only"

@@ -18,7 +18,7 @@ class EnvDataset(Dataset):  # type: ignore[misc]
     """
 
     def __init__(self, data_files: Any, max_samples: int = -1, **unused: Any) -> None:
-        path = data_files if isinstance(data_files, str) else list(data_files)[0]
+        path = data_files if isinstance(data_files, str) else next(iter(data_files))
         panel = Panel.load(path)
         self.name, self.split = panel.name, panel.split
         self.tasks = panel.tasks if max_samples < 0 else panel.tasks[:max_samples]

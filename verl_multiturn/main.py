@@ -16,6 +16,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from verl_multiturn import configure, tasks
+from verl_multiturn.compose import compose
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -28,7 +29,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     given = parser.parse_intermixed_args(arguments)
     try:
-        config = configure.prepare(configure.compose(given.config_name, given.overrides))
+        config = configure.prepare(compose(given.config_name, given.overrides))
         if given.cfg:
             sys.stdout.write(OmegaConf.to_yaml(config, resolve=True))
             return 0
@@ -37,6 +38,8 @@ def main(arguments: list[str] | None = None) -> int:
             sys.stdout.write(_summary(config, found) + "\n")
             return 0
         _ready(config, found)
+        sys.stdout.write(f"{_summary(config, found)}\nrecording to {config.multiturn.run}\n")
+        sys.stdout.flush()
     except (ValueError, ImportError, OSError) as error:
         if given.debug:
             raise
@@ -85,12 +88,13 @@ def run(config: DictConfig) -> int:
     import ray
     from verl.trainer import main_ppo
     from verl.trainer.ppo.utils import need_critic, need_reference_policy
+    from verl.trainer.ppo.v1 import trainer_base
     from verl.utils.config import validate_config
 
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends like Ctrl-C: in order
-    main_ppo.pprint = lambda *_: None  # a thousand lines of configuration stand in config.yaml
+    # The configuration and the metrics that verl would print stand in the run folder.
+    main_ppo.pprint = trainer_base.pprint = lambda *_: None
     validate_config(config, need_reference_policy(config), need_critic(config))
-    sys.stdout.write(f"{_summary(config, tasks.panels(config))}\nrecording to {config.multiturn.run}\n")
     try:
         main_ppo.run_ppo(config, task_runner_class=_runner(config.multiturn.in_process))
     except KeyboardInterrupt:

@@ -40,8 +40,8 @@ def of_validation(trajectories: list[dict[str, Any]], expected: int) -> dict[str
     for trajectory in trajectories:
         by_type[trajectory["task_type"]].append(bool(trajectory["success"]))
     wins = [won for group in by_type.values() for won in group]
-    low, high = wilson(sum(wins), len(wins))
-    found |= {"val/success": float(np.mean(wins)), "val/success_low": low, "val/success_high": high}
+    success = wilson(sum(wins), len(wins))
+    found |= {"val/success": success.mean, "val/success_low": success.low, "val/success_high": success.high}
     found["val/return"] = float(np.mean([t["return"] for t in trajectories]))
     found["val/turns"] = float(np.mean([len(t["turns"]) for t in trajectories]))
     if len(by_type) > 1:

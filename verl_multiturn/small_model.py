@@ -5,12 +5,8 @@ training starts from a policy that knows the form of an answer and succeeds now 
 then found in a cache under a hash of everything that went into it.
 """
 
-import dataclasses
-import hashlib
-import importlib.util
 import json
 import os
-import random
 import shutil
 import sys
 import time
@@ -18,65 +14,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
-from verl_multiturn.env import Env, derive_seed, make
-from verl_multiturn.load import load_class
-from verl_multiturn.rollout.parsing import ActionFormat
-from verl_multiturn.rollout.prompts import Messages, PromptPolicy, Templates, View, load_policy
+from verl_multiturn.demonstrations import Demonstration, Encoder, Plan, demonstrations
 
 CHAT_TEMPLATE = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' + '\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
-FIRST_SEED = 2_000_000_000  # demonstrations come from tasks no panel uses
-
-
-@dataclasses.dataclass(frozen=True)
-class Plan:
-    """All that the model depends on."""
-
-    env: str
-    env_kwargs: dict[str, Any]
-    row: str
-    templates: Templates
-    policy: str | None
-    form: ActionFormat
-    max_tokens: int  # of a prompt, or of a whole conversation
-    width: int
-    layers: int
-    steps: int
-    noise: float
-    batch: int
-    lr: float
-    seed: int
-
-    @classmethod
-    def of(cls, config: DictConfig) -> "Plan":
-        """From a run's configuration."""
-        settings: dict[str, Any] = OmegaConf.to_container(config.multiturn, resolve=True)  # type: ignore[assignment]
-        prompt = dict(settings["prompt"])
-        policy = prompt.pop("policy")
-        sizes = {name: value for name, value in settings["small_model"].items() if name != "cache"}
-        return cls(
-            env=settings["env"],
-            env_kwargs=settings["env_kwargs"],
-            row=settings["row"],
-            templates=Templates(**prompt),
-            policy=policy,
-            form=ActionFormat(**settings["action"]),
-            max_tokens=config.data.max_prompt_length + config.data.max_response_length,
-            seed=settings["seed"],
-            **sizes,
-        )
-
-    def digest(self) -> str:
-        """Of the plan, of this file and of the environment's file."""
-        module = sys.modules[load_class(self.env, Env).__module__]
-        sources = [Path(__file__).read_text(), Path(str(module.__file__)).read_text()]
-        parts = [json.dumps(dataclasses.asdict(self), sort_keys=True, default=str), *sources]
-        return hashlib.blake2b("\0".join(parts).encode(), digest_size=8).hexdigest()
 
 
 def build(config: DictConfig) -> Path:
@@ -99,59 +45,22 @@ def build(config: DictConfig) -> Path:
     return folder
 
 
-def demonstrations(plan: Plan, noise: float, first: int = FIRST_SEED) -> Iterator[list[tuple[Messages, str]]]:
-    """Endless episodes of the expert, with a share `noise` of random actions.
-
-    Yields:
-        Per episode, a list of (messages the policy reads at a turn, its answer). With trajectory rows
-        the messages of a turn contain those of the turns before.
-    """
-    env, policy = make(plan.env, **plan.env_kwargs), load_policy(plan.policy)(plan.templates)
-    rng = random.Random(derive_seed("demonstrations", plan.seed, first))
-    seed = first
-    while True:
-        yield _episode(env, policy, plan, noise, rng, seed)
-        seed += 1
-
-
-def _episode(
-    env: Env, policy: PromptPolicy, plan: Plan, noise: float, rng: random.Random, seed: int
-) -> list[tuple[Messages, str]]:
-    observation, _ = env.reset(seed)
-    view, chat = View(env.instruction, observation), list[dict[str, str]]()
-    turns, over = [], False
-    while not over:
-        view.observation, view.admissible = observation, env.admissible()
-        action = env.random_action(rng) if rng.random() < noise else _expert(env, rng)
-        answer = f"<{plan.form.tag}>{action}</{plan.form.tag}>" if plan.form.tag else action
-        if plan.form.think:
-            answer = f"<think></think>{answer}"
-        if plan.row == "trajectory" and chat:
-            chat = [*chat, policy.follow_up(view)]
-        else:
-            chat = policy.messages(view, min(plan.templates.history, len(view.past)), view.admissible)
-        turns.append((chat, answer))
-        view.past.append((observation, action))
-        chat = [*chat, {"role": "assistant", "content": answer}]
-        observation, _, terminated, truncated, _ = env.step(action)
-        over = terminated or truncated
-    return turns
-
-
-def _expert(env: Env, rng: random.Random) -> str:
-    try:
-        return env.expert()
-    except NotImplementedError:
-        return env.random_action(rng)
-
-
 def tokenizer(plan: Plan, episodes: int = 300) -> Any:
     """Byte-level BPE over demonstrations, with Qwen2's own pre-tokenizer.
 
     transformers replaces the pre-tokenizer of any folder of model type qwen2 when it loads it: one
     trained with another would be read differently from how it was trained.
     """
-    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+    from tokenizers import (
+        AddedToken,
+        Regex,
+        Tokenizer,
+        decoders,
+        models,
+        normalizers,
+        pre_tokenizers,
+        trainers,
+    )
     from transformers import PreTrainedTokenizerFast
     from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
 
@@ -178,33 +87,6 @@ def tokenizer(plan: Plan, episodes: int = 300) -> Any:
     return PreTrainedTokenizerFast(
         tokenizer_object=bpe, eos_token="<|im_end|>", pad_token="<|endoftext|>", chat_template=CHAT_TEMPLATE
     )
-
-
-class Encoder:
-    """Token ids and loss mask of a demonstration, by the pieces of the chat template."""
-
-    def __init__(self, tokens: Any) -> None:
-        self.tokens = tokens
-        self.pieces: dict[str, list[int]] = {}
-
-    def ids(self, text: str) -> list[int]:
-        """Ids of a text, remembered: observations and answers repeat."""
-        if text not in self.pieces:
-            self.pieces[text] = self.tokens.encode(text, add_special_tokens=False)
-        return self.pieces[text]
-
-    def __call__(self, messages: Messages, answer: str) -> tuple[list[int], list[bool]]:
-        """The chat with the answer; every assistant message is learnt, its end token too."""
-        ids: list[int] = []
-        mask: list[bool] = []
-        for message in [*messages, {"role": "assistant", "content": answer}]:
-            head = self.ids(f"<|im_start|>{message['role']}\n")
-            body = [*self.ids(message["content"]), self.tokens.eos_token_id]
-            end = self.ids("\n")
-            learnt = message["role"] == "assistant"
-            ids += head + body + end
-            mask += [False] * len(head) + [learnt] * len(body) + [False] * len(end)
-        return ids, mask
 
 
 def _train(plan: Plan, folder: Path) -> None:
@@ -245,7 +127,9 @@ def _train(plan: Plan, folder: Path) -> None:
             group["lr"] = plan.lr * min(1.0, (step + 1) / 30) * (1 - 0.95 * step / plan.steps)
         ids, labels = _batch(plan, demos, encoder)
         logits = model(ids).logits[:, :-1]
-        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100)
+        loss = torch.nn.functional.cross_entropy(
+            logits.flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100
+        )
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -253,13 +137,15 @@ def _train(plan: Plan, folder: Path) -> None:
         if step % 25 == 24 or step + 1 == plan.steps:
             pace = (time.perf_counter() - started) / (step + 1)
             left = pace * (plan.steps - step - 1)
-            _say(f"warm start {step + 1}/{plan.steps}  loss {loss.item():.3f}  {pace:.2f} s/step  ETA {left:.0f} s")
+            _say(
+                f"warm start {step + 1}/{plan.steps}  loss {loss.item():.3f}  {pace:.2f} s  ETA {left:.0f} s"
+            )
     model.save_pretrained(folder)
     generation = {"eos_token_id": tokens.eos_token_id, "pad_token_id": tokens.pad_token_id}
     (folder / "generation_config.json").write_text(json.dumps(generation))
 
 
-def _batch(plan: Plan, demos: Iterator[list[tuple[Messages, str]]], encoder: Encoder) -> Any:
+def _batch(plan: Plan, demos: Iterator[Demonstration], encoder: Encoder) -> Any:
     """Padded ids and labels. Turn rows: single turns. Trajectory rows: whole conversations."""
     import torch
 
@@ -283,7 +169,3 @@ def _batch(plan: Plan, demos: Iterator[list[tuple[Messages, str]]], encoder: Enc
 def _say(text: str) -> None:
     sys.stdout.write(text + "\n")
     sys.stdout.flush()
-
-
-if importlib.util.find_spec("tokenizers") is None:
-    raise ImportError("the small default model needs transformers and tokenizers: pip install 'verl-multiturn[cpu]'")

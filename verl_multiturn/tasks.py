@@ -4,8 +4,9 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
+from verl_multiturn.compose import plain
 from verl_multiturn.panel import Panel, check_disjoint, load_panel
 
 VERIFIED = 64  # tasks of a given panel that are compared with the environment at start-up
@@ -47,7 +48,7 @@ def write(found: dict[str, Panel], run: str) -> None:
 
 def _panel(settings: DictConfig, split: str, exclude: frozenset[str]) -> Panel:
     given: Any = settings[split]
-    kwargs: dict[str, Any] = OmegaConf.to_container(settings.env_kwargs, resolve=True)  # type: ignore[assignment]
+    kwargs = plain(settings.env_kwargs)
     if not isinstance(given, str):
         seeds = count(given.first_seed)
         return Panel.build(settings.env, kwargs, seeds, split, exclude, given.size)

@@ -8,9 +8,7 @@ import time
 from functools import partial
 from typing import Any
 
-import numpy as np
 import transfer_queue as tq
-from omegaconf import OmegaConf
 from tensordict import TensorDict
 from verl.trainer.ppo.v1.trainer_base import register_trainer
 from verl.trainer.ppo.v1.trainer_colocate_async import PPOTrainerColocateAsync
@@ -19,10 +17,12 @@ from verl.utils import tensordict_utils as tu
 
 from verl_multiturn import metrics as run_metrics
 from verl_multiturn.algorithms import advantages
+from verl_multiturn.compose import plain
 from verl_multiturn.configure import VERL_ALGORITHMS, keywords
 from verl_multiturn.progress import Progress
 from verl_multiturn.rollout.rows import Rows, to_records
 from verl_multiturn.runs import RunWriter
+
 
 class MultiTurnMixin:
     """What every mode shares. `mode` is verl's name of it."""
@@ -45,12 +45,14 @@ class MultiTurnMixin:
 
     def fit(self, agent_loop_manager: Any) -> None:
         """verl's `fit`, recorded; whatever ends it, the run folder stays whole."""
-        config = OmegaConf.to_container(self.config, resolve=True)
+        config = plain(self.config)
         self.progress = Progress(self.total_training_steps, self.global_steps)
         with RunWriter(self.settings.run, config, resume_step=self.global_steps or None) as self.writer:
             super().fit(agent_loop_manager)  # type: ignore[misc]
 
-    def _compute_metrics(self, batch: Any, metrics: dict, timing_raw: dict, global_steps: int, epoch: int) -> Any:
+    def _compute_metrics(
+        self, batch: Any, metrics: dict, timing_raw: dict, global_steps: int, epoch: int
+    ) -> Any:
         result = super()._compute_metrics(batch, metrics, timing_raw, global_steps, epoch)  # type: ignore[misc]
         self.writer.metrics(global_steps, metrics)
         self.progress.step(global_steps, metrics)

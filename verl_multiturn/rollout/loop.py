@@ -7,47 +7,67 @@ import json
 import os
 import time
 import traceback
-from functools import cache
+from dataclasses import dataclass
 from typing import Any
 from uuid import uuid4
 
-from omegaconf import OmegaConf
+from omegaconf import DictConfig
 from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopOutput, register
 
+from verl_multiturn.compose import plain
 from verl_multiturn.env import derive_seed
 from verl_multiturn.rollout.episode import Episode, Sample, Task
 from verl_multiturn.rollout.layouts import LAYOUTS, Limits
 from verl_multiturn.rollout.parsing import ActionFormat
 from verl_multiturn.rollout.pool import EnvPool
-from verl_multiturn.rollout.prompts import Templates, load_policy
+from verl_multiturn.rollout.prompts import PromptPolicy, Templates, load_policy
 from verl_multiturn.rollout.rows import to_outputs
 
 
-@cache
-def pool(threads: int, timeout: float) -> EnvPool:
-    """The environments of this process."""
-    return EnvPool(threads, timeout)
+@dataclass(frozen=True)
+class Rollout:
+    """What all episodes of a rollout worker share; built once, not once per trajectory."""
 
+    settings: dict[str, Any]
+    policy: PromptPolicy
+    form: ActionFormat
+    limits: Limits
+    pool: EnvPool
 
-@register("multiturn")
-class MultiTurnLoop(AgentLoopBase):
-    """Plays one episode with verl's LLM server and returns its training rows."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.settings = settings = OmegaConf.to_container(self.config.multiturn, resolve=True)
+    @classmethod
+    def of(cls, config: DictConfig) -> "Rollout":
+        """From a run's configuration."""
+        settings = plain(config.multiturn)
         prompt = dict(settings["prompt"])
         policy = load_policy(prompt.pop("policy"))
-        self.policy = policy(Templates(**prompt))
-        self.form = ActionFormat(**settings["action"])
-        self.limits = Limits(
-            max_prompt_tokens=self.rollout_config.prompt_length,
-            max_response_tokens=self.rollout_config.response_length,
+        limits = Limits(
+            max_prompt_tokens=config.data.max_prompt_length,
+            max_response_tokens=config.data.max_response_length,
             max_action_tokens=settings["max_action_tokens"],
             max_turns=settings["max_turns"],
             max_actions=settings["max_actions"],
             episode_timeout=settings["episode_timeout"],
         )
+        form, pool = (
+            ActionFormat(**settings["action"]),
+            EnvPool(settings["env_threads"], settings["step_timeout"]),
+        )
+        return cls(settings, policy(Templates(**prompt)), form, limits, pool)
+
+
+_rollouts: dict[int, Rollout] = {}  # by the id of the worker's configuration, which lives as long as it
+
+
+@register("multiturn")
+class MultiTurnLoop(AgentLoopBase):  # type: ignore[misc]
+    """Plays one episode with verl's LLM server and returns its training rows."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if id(self.config) not in _rollouts:
+            _rollouts[id(self.config)] = Rollout.of(self.config)
+        self.rollout = _rollouts[id(self.config)]
+        self.settings = self.rollout.settings
 
     async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> list[AgentLoopOutput]:
         """Play the episode of a dataset row.
@@ -68,17 +88,16 @@ class MultiTurnLoop(AgentLoopBase):
             log_probs = None if out.log_probs is None else list(out.log_probs)
             return Sample(list(out.token_ids), log_probs, dict(out.extra_fields))
 
+        shared, chat = self.rollout, self.continuous_token_builder
         layout = LAYOUTS[self.settings["row"]]
         episode = Episode(
             env_name=self.settings["env"],
             env_kwargs=self.settings["env_kwargs"],
             task=self._task(kwargs),
-            layout=layout(
-                self.policy, self.continuous_token_builder, self.limits, self.tokenizer.eos_token_id
-            ),
-            form=self.form,
-            limits=self.limits,
-            pool=pool(self.settings["env_threads"], self.settings["step_timeout"]),
+            layout=layout(shared.policy, chat, shared.limits, self.tokenizer.eos_token_id),
+            form=shared.form,
+            limits=shared.limits,
+            pool=shared.pool,
             generate=generate,
             decode=lambda ids: self.tokenizer.decode(ids, skip_special_tokens=True),
             anchor=self.settings["anchor"],

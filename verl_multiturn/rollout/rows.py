@@ -217,7 +217,14 @@ def to_records(
         uid, sample, number = rows.keys[row].rsplit("_", 2)
         whole = trajectories.setdefault(
             f"{uid}_{sample}",
-            {"split": split, "step": step, "group": uid, "trajectory": int(sample), **trajectory, "turns": []},
+            {
+                "split": split,
+                "step": step,
+                "group": uid,
+                "trajectory": int(sample),
+                **trajectory,
+                "turns": [],
+            },
         )
         start, stop = record["span"]
         new = list(prompts[row]) if start == 0 else list(responses[row][start - record["glue"] : start])

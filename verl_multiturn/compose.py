@@ -1,0 +1,106 @@
+"""From a recipe's name and overrides to a configuration whose every key is known.
+
+verl's `algorithm` block ignores unknown keys silently, and a YAML may add any: each key is compared
+with those of verl's and our base configuration. A refusal is one sentence.
+"""
+
+import importlib.util
+import re
+from pathlib import Path
+from typing import Any
+
+import hydra
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from verl_multiturn.errors import unknown
+from verl_multiturn.recipes_index import list_recipes, recipes_dir
+
+CONFIG = Path(__file__).parent / "config"
+
+
+def plain(config: DictConfig) -> dict[str, Any]:
+    """A group of the configuration as a plain, resolved dict."""
+    return OmegaConf.to_container(config, resolve=True)  # type: ignore[return-value]
+
+
+def compose(recipe: str, overrides: list[str]) -> DictConfig:
+    """Compose a recipe with hydra and check every key.
+
+    Raises:
+        ValueError: unknown recipe, key, preset or value; the sentence names the valid ones.
+    """
+    if recipe not in ("multiturn", *list_recipes()):
+        raise unknown("recipe", recipe, list_recipes(), "Recipes are the YAML files in recipes/.")
+    config = _hydra(recipe, overrides)
+    if missing := sorted(OmegaConf.missing_keys(config) & {"multiturn.env", "actor_rollout_ref.model.path"}):
+        raise ValueError(f"{' and '.join(missing)} must be set, e.g. {missing[0]}=...")
+    if recipe != "multiturn":
+        check_keys(config, _hydra("multiturn", []))
+    return config
+
+
+def _hydra(recipe: str, overrides: list[str]) -> DictConfig:
+    # Hydra accepts a search path only in a primary YAML or as an override. By folder, not as pkg://,
+    # which would import verl before the settings of hardware=cpu are known.
+    verl = importlib.util.find_spec("verl")
+    if verl is None or verl.origin is None:
+        raise ValueError("verl is not installed: bash recipes/setup.sh cpu (or gpu)")
+    paths = f"hydra.searchpath=[file://{CONFIG},file://{Path(verl.origin).parent}/trainer/config]"
+    folder = CONFIG if recipe == "multiturn" else recipes_dir()
+    try:
+        with hydra.initialize_config_dir(str(folder), version_base=None):
+            return hydra.compose(recipe, [paths, *overrides])
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ValueError(_explain(str(error), recipe)) from None
+
+
+def _explain(message: str, recipe: str) -> str:
+    """Hydra's refusal in one sentence, with the nearest match where a name is wrong."""
+    found = re.search(r"Could not override '([^']+)'", message)
+    if found:
+        keys = sorted(_leaves(_hydra(recipe, [])))
+        hint = "To add a key that verl reads but does not list, write +key=value."
+        return str(_nearest(found.group(1), keys, hint))
+    found = re.search(r"In '[^']*': Could not find '(\w+)/(\w+)'", message)
+    if found:
+        presets = [path.stem for path in sorted((CONFIG / found.group(1)).glob("*.yaml"))]
+        return str(unknown(f"{found.group(1)} preset", found.group(2), presets))
+    return " ".join(message.split())
+
+
+def _nearest(key: str, keys: list[str], hint: str = "") -> ValueError:
+    """An unknown key, with the keys that stand beside it."""
+    parent, _, name = key.rpartition(".")
+    beside = [k.rpartition(".")[2] for k in keys if k.rpartition(".")[0] == parent]
+    if beside:
+        return unknown(f"config key in {parent or 'the top level'}:", name, beside, hint)
+    return unknown("config key", key, [k for k in keys if k.rpartition(".")[2] == name], hint)
+
+
+def _leaves(config: Any, prefix: str = "") -> set[str]:
+    """Dotted names of every key, groups included."""
+    names = set()
+    for key in config:
+        name = f"{prefix}{key}"
+        names.add(name)
+        node = None if OmegaConf.is_missing(config, key) else config._get_node(key)
+        if isinstance(node, DictConfig) and not node._is_none() and not node._is_interpolation():
+            names |= _leaves(node, name + ".")
+    return names
+
+
+def check_keys(config: DictConfig, schema: DictConfig) -> None:
+    """Refuse keys that neither verl nor we know: verl's `algorithm` block would ignore them silently.
+
+    Groups that are empty in the schema (engine_kwargs.vllm, env_kwargs, ...) are free.
+    """
+    known = _leaves(schema)
+    for name in sorted(_leaves(config) - known):
+        parent = name.rpartition(".")[0]
+        while parent and parent not in known:
+            parent = parent.rpartition(".")[0]
+        above = OmegaConf.select(schema, parent) if parent else schema
+        if isinstance(above, DictConfig) and len(above) and name.rpartition(".")[0] == parent:
+            raise _nearest(name, sorted(known))
