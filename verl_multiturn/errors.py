@@ -18,3 +18,7 @@ def unknown(kind: str, given: object, valid: Iterable[object], hint: str = "") -
     guess = f" Did you mean {near[0]!r}?" if near else ""
     more = f" {hint}" if hint else ""
     return ValueError(f"unknown {kind} {str(given)!r}; valid: {', '.join(names) or 'none'}.{guess}{more}")
+
+
+class RunStopped(RuntimeError):
+    """A run stops for a reason that its message tells whole; what was recorded is kept."""

@@ -17,6 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from verl_multiturn import configure, tasks
 from verl_multiturn.compose import compose
+from verl_multiturn.errors import RunStopped
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -103,6 +104,9 @@ def run(config: DictConfig) -> int:
             "last checkpoint\n"
         )
         return 130
+    except RunStopped as error:
+        sys.stderr.write(f"error: {error}\n")
+        return 1
     finally:
         ray.shutdown()
     return 0

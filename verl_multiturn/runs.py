@@ -44,7 +44,7 @@ import zstandard
 from omegaconf import OmegaConf
 
 from verl_multiturn import run_files
-from verl_multiturn.errors import unknown
+from verl_multiturn.errors import RunStopped, unknown
 from verl_multiturn.run_files import SUFFIX, Record
 from verl_multiturn.turns import TurnBatch
 
@@ -62,7 +62,7 @@ class RunWriter:
             Later records that the folder already holds move to `discarded/<time>/`.
 
     Rows handed over must not be changed afterwards. A write that fails is raised at the next call
-    or at `close` as a RuntimeError that says what is safe.
+    or at `close` as a RunStopped that says what is safe.
     """
 
     def __init__(self, folder: str | Path, config: Any = None, resume_step: int | None = None) -> None:
@@ -116,7 +116,7 @@ class RunWriter:
     ) -> None:
         try:
             self.close()
-        except RuntimeError as problem:
+        except RunStopped as problem:
             if error is None:
                 raise
             error.add_note(str(problem))  # the first error stays the one that is seen
@@ -157,7 +157,7 @@ class RunWriter:
         safe = f"steps up to {step - 1} are recorded" if step > 0 else "no step is recorded yet"
         cure = "free space" if isinstance(error, OSError) else "correct the record"
         advice = f"{safe}; {cure} and rerun the same command to resume"
-        raise RuntimeError(f"could not record {path}: {error}; {advice}") from error
+        raise RunStopped(f"could not record {path}: {error}; {advice}") from error
 
 
 class Run:

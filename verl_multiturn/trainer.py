@@ -19,6 +19,7 @@ from verl_multiturn import metrics as run_metrics
 from verl_multiturn.algorithms import advantages
 from verl_multiturn.compose import plain
 from verl_multiturn.configure import VERL_ALGORITHMS, keywords
+from verl_multiturn.errors import RunStopped
 from verl_multiturn.progress import Progress
 from verl_multiturn.rollout.rows import Rows, to_records
 from verl_multiturn.runs import RunWriter
@@ -82,7 +83,7 @@ class MultiTurnMixin:
                 tq.kv_clear(keys=batch.keys, partition_id=partition_id)
             if attempt < self.settings.failures.refills:
                 self._add_prompts_to_generate(batch_size)
-        raise RuntimeError(
+        raise RunStopped(
             f"step {global_steps} has {survived} of {expected} trajectories after "
             f"{self.settings.failures.refills} refills, fewer than multiturn.failures.min_share="
             f"{self.settings.failures.min_share:g}: {self.settings.run}/failures.jsonl names what failed; "

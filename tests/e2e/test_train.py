@@ -1,0 +1,190 @@
+"""Real runs: verl's V1 trainer, TransferQueue, FSDP and vLLM on the CPU. Each start costs about a minute."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from verl_multiturn.algorithms import advantages
+from verl_multiturn.runs import Run, to_turns
+
+pytestmark = pytest.mark.e2e
+REPOSITORY = Path(__file__).parents[2]
+SMALL = ("data.train_batch_size=4", "actor_rollout_ref.actor.ppo_mini_batch_size=4", "multiturn.val_size=16")
+TIMEOUT = 600
+
+
+def command(recipe: str, run: Path, *overrides: str) -> list[str]:
+    start = [sys.executable, "-m", "verl_multiturn.main", "--config-name", recipe, "hardware=cpu"]
+    cache = f"multiturn.small_model.cache={run.parent}/models"
+    return [*start, f"multiturn.run={run}", cache, "multiturn.small_model.steps=40", *SMALL, *overrides]
+
+
+def train(recipe: str, run: Path, *overrides: str, expect: int = 0) -> str:
+    done = subprocess.run(
+        command(recipe, run, *overrides),
+        cwd=REPOSITORY,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=TIMEOUT,
+    )
+    assert done.returncode == expect, done.stdout[-6000:]
+    return done.stdout
+
+
+def steps(output: str) -> list[int]:
+    return [int(found) for found in re.findall(r"^step (\d+)/", output, re.MULTILINE)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("runs")
+
+
+@pytest.fixture(scope="module")
+def gigpo(folder):
+    """GiGPO with turn rows, seeded, killed after the checkpoint of step 2, then resumed to step 3."""
+    run = folder / "gigpo"
+    overrides = (
+        "multiturn.seeded=true",
+        "trainer.total_training_steps=3",
+        "trainer.test_freq=2",
+        "trainer.save_freq=2",
+    )
+    process = subprocess.Popen(
+        command("gigpo_frozenlake", run, *overrides),
+        cwd=REPOSITORY,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    first = []
+    for line in process.stdout:
+        first.append(line)
+        if line.startswith("step 2/"):
+            os.kill(process.pid, signal.SIGKILL)
+            break
+    process.communicate(timeout=60)
+    assert steps("".join(first)) == [1, 2], "".join(first)[-6000:]
+    time.sleep(5)  # Ray's processes notice that their driver is gone
+    return run, train("gigpo_frozenlake", run, *overrides)
+
+
+def test_a_killed_run_resumes_at_the_right_step(gigpo):
+    run, resumed = gigpo
+    assert steps(resumed) == [3]
+    recorded = [json.loads(line)["step"] for line in (run / "metrics.jsonl").open()]
+    assert sorted(set(recorded)) == [0, 1, 2, 3]
+    assert Run(run).steps("train") == [1, 2, 3]
+    assert (run / "checkpoints" / "latest_checkpointed_iteration.txt").read_text() == "3"
+
+
+def test_rollout_and_actor_agree(gigpo):
+    """The tokens trained are the tokens sampled, under the weights that sampled them."""
+    metrics = Run(gigpo[0]).metrics
+    assert metrics["training/rollout_probs_diff_max"].dropna().max() < 1e-3
+    assert metrics["actor/grad_norm"].dropna().gt(0).any()
+
+
+def test_recorded_advantages_are_the_algorithms(gigpo):
+    """What was trained on, read back from the run folder, is what the pure function says."""
+    run = Run(gigpo[0])
+    trajectories = run.trajectories("train", 2)
+    recorded = [turn["advantage"] for t in trajectories for turn in t["turns"]]
+    again = advantages("gigpo", to_turns(trajectories), by_std=False, invalid_penalty=0.1)
+    assert recorded == pytest.approx(again, abs=1e-5)
+    starts = {(t["group"], t["turns"][0]["observation"]) for t in trajectories}
+    assert len(starts) == len({t["group"] for t in trajectories}) == 4
+
+
+def test_the_same_seed_gives_the_same_run(gigpo, folder):
+    again = folder / "again"
+    train(
+        "gigpo_frozenlake",
+        again,
+        "multiturn.seeded=true",
+        "trainer.total_training_steps=2",
+        "trainer.test_freq=2",
+        "trainer.save_freq=-1",
+        "trainer.val_before_train=false",
+    )
+    first, second = Run(gigpo[0]), Run(again)
+    texts = [
+        [[turn["text"] for turn in t["turns"]] for t in sorted(run.trajectories("train", 2), key=by_sample)]
+        for run in (first, second)
+    ]
+    assert texts[0] == texts[1]
+    for name in ("actor/pg_loss", "actor/grad_norm", "actor/entropy", "multiturn/success/mean"):
+        for step in (1, 2):
+            assert first.metrics.loc[step, name] == second.metrics.loc[step, name], (name, step)
+
+
+def by_sample(trajectory: dict) -> tuple:
+    return trajectory["task"], trajectory["trajectory"]
+
+
+def test_grpo_with_trajectory_rows(folder):
+    run = folder / "grpo"
+    output = train(
+        "grpo_frozenlake",
+        run,
+        "trainer.total_training_steps=3",
+        "trainer.test_freq=3",
+        "trainer.save_freq=-1",
+    )
+    assert steps(output) == [1, 2, 3]
+    recorded = Run(run)
+    metrics = recorded.metrics
+    assert (metrics["multiturn/rows/mean"].dropna() == 32).all()
+    assert metrics["training/rollout_probs_diff_max"].dropna().max() < 1e-3
+    assert metrics.loc[3, "val/episodes"] == 16
+    trajectories = recorded.trajectories("train", 3)
+    turns = to_turns(trajectories)
+    seen = [turn["advantage"] for t in trajectories for turn in t["turns"]]
+    assert seen == pytest.approx(advantages("grpo", turns), abs=1e-4)
+
+
+def test_own_environment_with_a_critic(folder):
+    """One file, trained on by PPO over turns; a third of the episodes fail on purpose."""
+    run = folder / "own"
+    output = train(
+        "gigpo_frozenlake",
+        run,
+        f"multiturn.env={REPOSITORY}/tests/e2e/flaky.py:Flaky",
+        "multiturn.algorithm=turn_gae",
+        "multiturn.val={first_seed: 0, size: 16}",
+        "multiturn.test=null",
+        "trainer.total_training_steps=2",
+        "trainer.test_freq=-1",
+        "trainer.save_freq=-1",
+        "trainer.val_before_train=false",
+    )
+    assert steps(output) == [1, 2]
+    recorded = Run(run)
+    assert recorded.metrics["critic/vf_loss"].dropna().gt(0).all()
+    assert recorded.metrics["multiturn/failed_trajectories/mean"].max() > 0
+    assert {f["error"].split(" raised ")[1][:17] for f in recorded.failures} == {"ZeroDivisionError"}
+
+
+def test_a_step_without_survivors_is_refused(folder):
+    run = folder / "refused"
+    output = train(
+        "gigpo_frozenlake",
+        run,
+        f"multiturn.env={REPOSITORY}/tests/e2e/flaky.py:Flaky",
+        "multiturn.env_kwargs={share: 1.0}",
+        "multiturn.val={first_seed: 0, size: 16}",
+        "multiturn.test=null",
+        "trainer.total_training_steps=2",
+        "trainer.val_before_train=false",
+        expect=1,
+    )
+    assert "0 of 32 trajectories after 1 refills" in output
+    assert len(Run(run).failures) == 64
