@@ -13,7 +13,7 @@ setup(
     long_description=open("README.md", encoding="utf-8").read(),
     long_description_content_type="text/markdown",
     license="Apache-2.0",
-    python_requires=">=3.11,<3.14",
+    python_requires=">=3.11,<3.13",
     # `environments` is a namespace package: a user's own ./environments stands beside it
     packages=find_namespace_packages(include=["verl_multiturn*", "environments*"]),
     package_data={"verl_multiturn.config": ["*.yaml", "hardware/*.yaml"], "environments.panels": ["*.json"]},

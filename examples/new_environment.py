@@ -1,10 +1,12 @@
-"""An environment of your own, complete: guess a number from hints.
+r"""An environment of your own, complete: guess a number from hints.
 
 Check it, play it, train on it:
 
     verl-multiturn check-env examples/new_environment.py:GuessNumber
     python examples/play.py examples/new_environment.py:GuessNumber
-    bash recipes/gigpo_frozenlake.sh hardware=cpu multiturn.env=examples/new_environment.py:GuessNumber
+    bash recipes/gigpo_frozenlake.sh hardware=cpu multiturn.env=examples/new_environment.py:GuessNumber \
+        multiturn.train='{first_seed: 100, size: 12}' multiturn.val='{first_seed: 0, size: 4}' \
+        multiturn.test=null
 
 Description:
     The environment thinks of a number; each guess is answered with "higher" or "lower".
@@ -19,7 +21,8 @@ Episode end:
 Information:
     `success`: found. `task_type`: the half the number lies in.
 State key:
-    The interval still possible; it leaves out the number itself and the turn count.
+    The number and the interval still possible; it leaves out the turn count. Without the number all
+    tasks would look the same, and panels know tasks by what they look like.
 """
 
 from collections.abc import Hashable
@@ -59,8 +62,8 @@ class GuessNumber(Env):
         return [str(number) for number in range(1, self.high + 1)]
 
     def state_key(self) -> Hashable:
-        """What is still possible."""
-        return self.low, self.top
+        """The number and what is still possible."""
+        return self.number, self.low, self.top
 
     def expert(self) -> str:
         """Halve the interval."""

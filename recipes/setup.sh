@@ -13,8 +13,8 @@ if $ready; then exit 0; fi
 
 python=${PYTHON:-$(command -v python3.11 || command -v python3 || true)}
 [ -n "$python" ] || { echo "error: no python3.11 found; set PYTHON to an interpreter" >&2; exit 2; }
-"$python" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' ||
-  { echo "error: $python is $("$python" -V 2>&1), 3.11 to 3.13 is needed; set PYTHON" >&2; exit 2; }
+"$python" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' ||
+  { echo "error: $python is $("$python" -V 2>&1), 3.11 or 3.12 is needed; set PYTHON" >&2; exit 2; }
 echo "setting up .venv ($extras), a few minutes once"
 [ -x .venv/bin/python ] || "$python" -m venv .venv
 pip=(.venv/bin/python -m pip --disable-pip-version-check install --quiet --retries 2)

@@ -2,33 +2,30 @@
 
 import copy
 
+import pytest
+
 
 class InMemoryQueue:
     """The calls of `transfer_queue` that verl and we use, over real tensordicts, without Ray.
 
-    As in the real one, 1-D tensors come back jagged even where all lengths are equal, other values as
-    a NonTensorStack, and a selected field that was never written is left out.
+    As in the real one, vectors come back jagged even where all lengths are equal, what is no tensor
+    as a NonTensorStack, and a selected field that was never written is left out.
     """
 
     def __init__(self):
-        from transfer_queue import KVBatchMeta
-
-        self.KVBatchMeta = KVBatchMeta
         self.rows = {}  # (partition, key) -> fields
         self.tags = {}  # (partition, key) -> tag
         self.cleared = []
 
     def kv_batch_put(self, keys, partition_id, fields=None, tags=None):
-        if fields is not None:
-            assert len(fields) == len(keys)
-            for name in fields.keys():
-                column = fields.get(name)
-                values = column.unbind() if hasattr(column, "unbind") else column
-                for key, value in zip(keys, values, strict=True):
-                    value = getattr(value, "data", value) if not hasattr(value, "shape") else value
-                    self.rows.setdefault((partition_id, key), {})[name] = (
-                        getattr(value, "tolist", None) and (value if _is_tensor(value) else value.tolist())
-                    ) or value
+        import torch
+
+        assert fields is None or len(fields) == len(keys)
+        for name in () if fields is None else fields.keys():
+            column = fields.get(name)
+            values = column.unbind() if isinstance(column, torch.Tensor) else column.tolist()
+            for key, value in zip(keys, values, strict=True):
+                self.rows.setdefault((partition_id, key), {})[name] = value
         for key, tag in zip(keys, tags or [{}] * len(keys), strict=True):
             self.tags.setdefault((partition_id, key), {}).update(copy.deepcopy(tag))
         return self.meta(keys, partition_id)
@@ -42,7 +39,7 @@ class InMemoryQueue:
         columns = {}
         for name in names:
             values = [copy.deepcopy(row[name]) for row in rows]
-            if not all(_is_tensor(value) for value in values):
+            if not all(isinstance(value, torch.Tensor) for value in values):
                 columns[name] = NonTensorStack(*values)
             elif values[0].dim():
                 columns[name] = torch.nested.as_nested_tensor(values, layout=torch.jagged)
@@ -51,8 +48,8 @@ class InMemoryQueue:
         return TensorDict(columns, batch_size=len(keys))
 
     def kv_clear(self, keys, partition_id):
-        self.cleared += [(partition_id, key) for key in keys]
         for key in keys:
+            self.cleared.append((partition_id, key))
             self.rows.pop((partition_id, key), None)
             self.tags.pop((partition_id, key), None)
 
@@ -60,16 +57,30 @@ class InMemoryQueue:
         found = {}
         for (partition, key), tag in self.tags.items():
             if partition_id in (None, partition):
-                found.setdefault(partition, {})[key] = tag
+                found.setdefault(partition, {})[key] = dict(tag)
         return found
 
-    async def async_kv_batch_put(self, **kwargs):
-        return self.kv_batch_put(**kwargs)
+    async def async_kv_batch_put(self, keys, partition_id, fields=None, tags=None):
+        return self.kv_batch_put(keys, partition_id, fields, tags)
 
     async def async_kv_put(self, key, partition_id, fields=None, tag=None):
         return self.kv_batch_put([key], partition_id, fields, None if tag is None else [tag])
 
     def meta(self, keys, partition_id):
+        from transfer_queue import KVBatchMeta
+
+        names = [set(self.rows.get((partition_id, key), ())) for key in keys]
         tags = [self.tags[partition_id, key] for key in keys]
-        fields = sorted(set.intersection(*(set(self.rows.get((partition_id, key), {})) for key in keys)))
-        return self.KVBatchMeta(keys=list(keys), tags=tags, partition_id=partition_id, fields=fields)
+        return KVBatchMeta(list(keys), tags, partition_id, sorted(set.intersection(*names)))
+
+
+@pytest.fixture
+def queue(monkeypatch):
+    """An empty in-memory TransferQueue, in place of the real one for every module that uses it."""
+    transfer_queue = pytest.importorskip("transfer_queue")
+    queue = InMemoryQueue()
+    for name in dir(queue):
+        if name.startswith(("kv_", "async_kv_")):
+            assert hasattr(transfer_queue, name), name
+            monkeypatch.setattr(transfer_queue, name, getattr(queue, name))
+    return queue

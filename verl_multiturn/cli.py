@@ -15,6 +15,8 @@ from rich.table import Table
 from rich.text import Text
 from typer.core import TyperGroup
 
+from verl_multiturn.cli_run import key_values, play, replay, rescore
+
 
 class _Sentences(TyperGroup):
     """Shows a mistake of the user as one sentence instead of a traceback."""
@@ -79,7 +81,7 @@ def check_env(
     """Check that an environment keeps its contract; exit code 1 if it does not."""
     from verl_multiturn.check import check_env as check
 
-    report = check(env, episodes=episodes, **_keywords(keywords or []))
+    report = check(env, episodes=episodes, **key_values(keywords or []))
     typer.echo(str(report))
     if not report.ok:
         raise typer.Exit(1)
@@ -111,13 +113,8 @@ def report(
         typer.echo(f"wrote {png}")
 
 
-def _keywords(pairs: list[str]) -> dict[str, Any]:
-    from omegaconf import OmegaConf
-
-    for pair in pairs:
-        if "=" not in pair:
-            raise ValueError(f"{pair!r} is not key=value, such as size=4")
-    return {str(key): value for key, value in OmegaConf.from_dotlist(pairs).items()}
+for command in (rescore, replay, play):
+    app.command()(command)
 
 
 def _show(columns: Sequence[str], rows: Iterable[Iterable[object]]) -> None:

@@ -18,6 +18,7 @@ from verl_multiturn.errors import unknown
 from verl_multiturn.recipes_index import list_recipes, recipes_dir
 
 CONFIG = Path(__file__).parent / "config"
+REQUIRED = ("multiturn.env", "actor_rollout_ref.model.path")
 
 
 def plain(config: DictConfig) -> dict[str, Any]:
@@ -34,7 +35,7 @@ def compose(recipe: str, overrides: list[str]) -> DictConfig:
     if recipe not in ("multiturn", *list_recipes()):
         raise unknown("recipe", recipe, list_recipes(), "Recipes are the YAML files in recipes/.")
     config = _hydra(recipe, overrides)
-    if missing := sorted(OmegaConf.missing_keys(config) & {"multiturn.env", "actor_rollout_ref.model.path"}):
+    if missing := [name for name in REQUIRED if OmegaConf.select(config, name) is None]:
         raise ValueError(f"{' and '.join(missing)} must be set, e.g. {missing[0]}=...")
     if recipe != "multiturn":
         check_keys(config, _hydra("multiturn", []))

@@ -13,8 +13,9 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from verl_multiturn.algorithms import find, list_algorithms
 from verl_multiturn.compose import plain
 from verl_multiturn.errors import unknown
+from verl_multiturn.rollout.episode import check_anchor
 from verl_multiturn.rollout.parsing import ActionFormat
-from verl_multiturn.rollout.prompts import Templates
+from verl_multiturn.rollout.prompts import Templates, load_policy
 
 VERL_ALGORITHMS = {"grpo": "grpo", "ppo": "gae", "verl": None}  # name -> verl's adv_estimator
 LAYOUTS = ("turn", "trajectory")
@@ -40,6 +41,12 @@ def prepare(config: DictConfig) -> DictConfig:
             f"algorithm.use_kl_in_reward changes token rewards, which {settings.algorithm} does not read: "
             "use actor_rollout_ref.actor.use_kl_loss=true instead"
         )
+    correction = config.algorithm.rollout_correction
+    if settings.algorithm not in VERL_ALGORITHMS and (correction.rollout_is or correction.rollout_rs):
+        raise ValueError(
+            f"algorithm.rollout_correction weighs tokens inside verl's estimators, which {settings.algorithm} "
+            "replaces: leave rollout_is and rollout_rs out, or use grpo"
+        )
     _check_rows(config)
     if settings.max_action_tokens > config.data.max_response_length:
         raise ValueError(
@@ -60,6 +67,8 @@ def _check_choices(config: DictConfig) -> None:
             raise unknown(f"value of {key}", value, valid)
     prompt = plain(settings.prompt)
     Templates(**{name: value for name, value in prompt.items() if name != "policy"})
+    load_policy(prompt["policy"])
+    check_anchor(settings.anchor)
     ActionFormat(**plain(settings.action))
     if settings.algorithm not in VERL_ALGORITHMS:
         find(settings.algorithm).configure(keywords(settings))
@@ -155,7 +164,7 @@ def without_flash_attention(config: DictConfig, installed: bool) -> None:
         return
     for part in (config.actor_rollout_ref.model, config.critic.model):
         with open_dict(part):
-            part.override_config.attn_implementation = "sdpa"
+            part.override_config.setdefault("attn_implementation", "sdpa")
             part.use_remove_padding = False
     if config.critic.enable and config.trainer.device != "cpu":
         raise ValueError(

@@ -73,6 +73,9 @@ def _ready(config: DictConfig, found: dict[str, Any]) -> None:
             # Ray's socket paths have a limit of 107 characters.
             config.ray_kwargs.ray_init._temp_dir = tempfile.mkdtemp(prefix="vm", dir="/tmp")
     os.environ.setdefault("TQDM_DISABLE", "1")  # one progress line is enough
+    # Rollout workers find ./environments and the user's modules as this process does.
+    paths = [os.getcwd(), *filter(None, [os.environ.get("PYTHONPATH")])]
+    os.environ["PYTHONPATH"] = os.pathsep.join(paths)
     Path(config.multiturn.run).mkdir(parents=True, exist_ok=True)
     tasks.write(found, config.multiturn.run)
     if config.actor_rollout_ref.model.path == "small":

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
+from yaml import YAMLError
 
 from verl_multiturn.errors import unknown
 
@@ -48,11 +49,14 @@ def list_recipes() -> dict[str, dict[str, Any]]:
     """Recipe name -> algorithm, environment, paper, table, needs, runnable_here, why.
 
     Raises:
-        ValueError: a recipe block lacks a key or has one too many.
+        ValueError: a file is not YAML, a recipe block lacks a key or has one too many.
     """
     recipes = {}
     for path in sorted(recipes_dir().glob("*.yaml")):
-        content = OmegaConf.to_container(OmegaConf.load(path))
+        try:
+            content = OmegaConf.to_container(OmegaConf.load(path))
+        except YAMLError as error:
+            raise ValueError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
         block = content.get("recipe") if isinstance(content, dict) else None
         if block is not None:
             recipes[path.stem] = _described(path.name, block)

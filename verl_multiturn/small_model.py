@@ -7,6 +7,7 @@ then found in a cache under a hash of everything that went into it.
 
 import json
 import os
+import re
 import shutil
 import sys
 import time
@@ -40,8 +41,12 @@ def build(config: DictConfig) -> Path:
     draft = folder.with_name(f"{folder.name}.{os.getpid()}.part")
     shutil.rmtree(draft, ignore_errors=True)
     draft.mkdir(parents=True)
-    _train(plan, draft)
-    draft.replace(folder)
+    try:
+        _train(plan, draft)
+        if not (folder / "model.safetensors").exists():  # else another run was faster
+            draft.replace(folder)
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
     return folder
 
 
@@ -71,10 +76,13 @@ def tokenizer(plan: Plan, episodes: int = 300) -> Any:
     bpe.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
     bpe.decoder = decoders.ByteLevel()
     demos = demonstrations(plan, noise=1.0)
-    corpus = [m["content"] for _ in range(episodes) for m in next(demos)[-1][0]]
-    corpus += [answer for _ in range(episodes) for _, answer in next(demos)]
+    texts = [m["content"] for _ in range(episodes) for messages, _ in next(demos) for m in messages[-1:]]
+    texts += [answer for _ in range(episodes) for _, answer in next(demos)]
+    # By lines and between tags, as the model will meet them: no merge may join a cell of a grid with
+    # the end of its line, or an action with its tag, or equal cells would get different tokens.
+    pieces = [piece for text in texts for piece in re.split(r"\n|</?\w+>", text) if piece]
     bpe.train_from_iterator(
-        [*corpus, *["user", "assistant", "system"] * 50],
+        [*pieces, *["user", "assistant", "system"] * 50],
         trainers.BpeTrainer(
             vocab_size=512,
             special_tokens=list(SPECIAL),

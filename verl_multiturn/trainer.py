@@ -8,6 +8,7 @@ import time
 from functools import partial
 from typing import Any
 
+import ray
 import transfer_queue as tq
 from tensordict import TensorDict
 from verl.trainer.ppo.v1.trainer_base import register_trainer
@@ -21,8 +22,13 @@ from verl_multiturn.compose import plain
 from verl_multiturn.configure import VERL_ALGORITHMS, keywords
 from verl_multiturn.errors import RunStopped
 from verl_multiturn.progress import Progress
+from verl_multiturn.rollout.loop import first_prompt
 from verl_multiturn.rollout.rows import Rows, to_records
 from verl_multiturn.runs import RunWriter
+
+
+def _import_agent_loop() -> None:
+    import verl.trainer.ppo.v1.agent_loop_tq  # noqa: F401
 
 
 class MultiTurnMixin:
@@ -41,6 +47,20 @@ class MultiTurnMixin:
         # verl's default of 2 s rounds every rollout and every validation up; no key reaches it.
         self.replay_buffer.poll_interval = self.settings.poll_interval
         self.replay_buffer.sample = partial(self._sample, self.replay_buffer.sample)
+
+    def _setup(self) -> None:
+        # Ray makes actors out of idle worker processes: these have verl imported by then.
+        warm = ray.remote(num_cpus=0)(_import_agent_loop)
+        started = [warm.remote() for _ in range(self.settings.prestart)]
+        super()._setup()  # type: ignore[misc]
+        del started
+
+    def _init_tokenizer(self) -> None:
+        super()._init_tokenizer()  # type: ignore[misc]
+        try:
+            first_prompt(self.config, self.tokenizer)
+        except ValueError as error:
+            raise RunStopped(str(error)) from None
 
     # ------------------------------------------------------------------ run folder and progress
 

@@ -6,13 +6,14 @@ what is trained, never text tokenized again.
 
 import asyncio
 import hashlib
-import importlib
+import importlib.util
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from verl_multiturn.env import derive_seed
+from verl_multiturn.errors import unknown
 from verl_multiturn.rollout.layouts import Limits, NextPrompt, TrajectoryRows, TurnRows
 from verl_multiturn.rollout.parsing import ActionFormat, parse
 from verl_multiturn.rollout.pool import EnvironmentFailure, EnvPool, Observed, reset, step
@@ -52,6 +53,23 @@ class Task:
     type: str = "default"
 
 
+def check_anchor(rule: str) -> None:
+    """Refuse a rule that `anchor_of` could not follow.
+
+    Raises:
+        ValueError: neither one of `ANCHORS` nor an importable "pkg.module:function".
+    """
+    if rule not in ANCHORS and not callable(_anchor_function(rule)):
+        raise unknown("multiturn.anchor", rule, ANCHORS, "One of your own: pkg.module:function.")
+
+
+def _anchor_function(rule: str) -> Any:
+    module, _, name = rule.partition(":")
+    if not name or importlib.util.find_spec(module.partition(".")[0]) is None:
+        return None
+    return getattr(importlib.import_module(module), name, None)
+
+
 def anchor_of(rule: str, seen: Observed) -> str:
     """The anchor of a turn: 128 bits of its state key, observation, or observation and actions.
 
@@ -64,8 +82,7 @@ def anchor_of(rule: str, seen: Observed) -> str:
     elif rule == "observation+actions":
         key = (seen.observation, tuple(seen.admissible or ()))
     else:
-        module, _, name = rule.partition(":")
-        key = getattr(importlib.import_module(module), name)(seen)
+        key = _anchor_function(rule)(seen)
     return hashlib.blake2b(repr(key).encode(), digest_size=16).hexdigest()
 
 

@@ -16,11 +16,12 @@ from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopOutp
 
 from verl_multiturn.compose import plain
 from verl_multiturn.env import derive_seed
+from verl_multiturn.panel import Panel
 from verl_multiturn.rollout.episode import Episode, Sample, Task
 from verl_multiturn.rollout.layouts import LAYOUTS, Limits
 from verl_multiturn.rollout.parsing import ActionFormat
 from verl_multiturn.rollout.pool import EnvPool
-from verl_multiturn.rollout.prompts import PromptPolicy, Templates, load_policy
+from verl_multiturn.rollout.prompts import Messages, Prompt, PromptPolicy, Templates, View, load_policy
 from verl_multiturn.rollout.rows import to_outputs
 
 
@@ -53,6 +54,30 @@ class Rollout:
             EnvPool(settings["env_threads"], settings["step_timeout"]),
         )
         return cls(settings, policy(Templates(**prompt)), form, limits, pool)
+
+
+def first_prompt(config: DictConfig, tokenizer: Any) -> Prompt:
+    """The prompt of the first training task, built before any engine starts.
+
+    Raises:
+        ValueError: the tokenizer has no chat template, or the prompt exceeds its budget.
+    """
+    if tokenizer.chat_template is None:
+        raise ValueError(
+            f"the tokenizer of {config.actor_rollout_ref.model.path} has no chat template: use an instruct "
+            "model, or give one in actor_rollout_ref.model.custom_chat_template"
+        )
+    rollout, panel = Rollout.of(config), Panel.load(config.data.train_files)
+    env = panel.make()
+    observation, _ = env.reset(panel.tasks[0].id)
+    view = View(env.instruction, observation, env.admissible())
+    env.close()
+
+    def encode(messages: Messages) -> list[int]:
+        ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+        return list(ids)
+
+    return rollout.policy.fit(view, encode, rollout.limits.max_prompt_tokens)
 
 
 _rollouts: dict[int, Rollout] = {}  # by the id of the worker's configuration, which lives as long as it

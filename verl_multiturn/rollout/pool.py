@@ -12,6 +12,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable, Hashable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, Pipe
 from typing import Any
@@ -96,7 +97,10 @@ def _look(env: Env, observation: Any, info: Any, **more: Any) -> Observed:
 class ThreadEnv:
     """An environment of this process."""
 
-    def __init__(self, name: str, kwargs: dict[str, Any]) -> None:
+    env: Env | None = None
+
+    def make(self, name: str, kwargs: dict[str, Any]) -> None:
+        """Build the environment; called once, before anything else."""
         self.env = make(name, **kwargs)
 
     def call(self, function: Callable[..., Observed], *args: Any) -> Observed:
@@ -105,15 +109,19 @@ class ThreadEnv:
 
     def close(self) -> None:
         """Close the environment."""
-        self.env.close()
+        if self.env is not None:
+            self.env.close()
 
-    abandon = close
+    def abandon(self) -> None:
+        """Close it as well as it goes: what failed before matters more than how it closes."""
+        with suppress(Exception):
+            self.close()
 
 
 class ProcessEnv:
     """An environment with a process of its own: heavy, thread-unsafe, or in need of killing."""
 
-    def __init__(self, name: str, kwargs: dict[str, Any]) -> None:
+    def __init__(self) -> None:
         self.connection, child = Pipe()
         path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
         command = [sys.executable, "-m", __name__, str(child.fileno())]
@@ -121,6 +129,9 @@ class ProcessEnv:
             command, pass_fds=[child.fileno()], env={**os.environ, "PYTHONPATH": path}
         )
         child.close()
+
+    def make(self, name: str, kwargs: dict[str, Any]) -> None:
+        """Build the environment in the other process; called once, before anything else."""
         self._ask(name, kwargs)
 
     def call(self, function: Callable[..., Observed], *args: Any) -> Observed:
@@ -142,7 +153,10 @@ class ProcessEnv:
     def close(self) -> None:
         """End the process, which closes the environment."""
         self.connection.close()
-        self.process.wait(timeout=10)
+        try:
+            self.process.wait(timeout=10)
+        except subprocess.TimeoutExpired:
+            self.abandon()
 
     def abandon(self) -> None:
         """Kill the process: it hangs, or what it says is no longer trusted."""
@@ -170,9 +184,13 @@ class EnvPool:
         if idle:
             return idle.pop()
         apart = getattr(load_class(name, Env), "runs_in", "thread") == "process"
-        kind = ProcessEnv if apart else ThreadEnv
-        made: ThreadEnv | ProcessEnv = await self._run(f"make({name!r})", kind, name, kwargs)
-        return made
+        env = ProcessEnv() if apart else ThreadEnv()
+        try:
+            await self._run(f"make({name!r})", env.make, name, kwargs)
+        except BaseException:
+            env.abandon()
+            raise
+        return env
 
     def release(self, env: ThreadEnv | ProcessEnv, name: str, kwargs: dict[str, Any]) -> None:
         """Give an environment back after an episode that went well."""
@@ -214,23 +232,22 @@ class EnvPool:
 
 def _serve(connection: Connection) -> None:
     """The other end of `ProcessEnv`: make one environment, answer calls until the pipe closes."""
-    env: ThreadEnv | None = None
+    env = ThreadEnv()
     while True:
         try:
             first, second = connection.recv()
         except EOFError:
             break
         try:
-            if env is None:
-                env, answer = ThreadEnv(first, second), None
+            answer = None
+            if env.env is None:
+                env.make(first, second)
             else:
                 answer = env.call(first, *second)
+            connection.send((True, answer))  # here: not everything that an info holds can be sent
         except Exception as error:
             connection.send((False, EnvironmentFailure(f"{type(error).__name__}: {error}")))
-        else:
-            connection.send((True, answer))
-    if env is not None:
-        env.close()
+    env.close()
 
 
 if __name__ == "__main__":

@@ -145,6 +145,8 @@ class Rows:
 
         Args:
             values: per row of the batch, V before each response token; None leaves the recorded values.
+                verl has none behind the last token: after a truncated episode V counts as 0, as in
+                verl's own GAE, since the limit that cut it is part of the task.
         """
         columns: dict[str, list[Any]] = defaultdict(list)
         last = {}
@@ -156,17 +158,21 @@ class Rows:
                 columns[name].append(record[name])
             start, stop = record["span"]
             columns["tokens"].append(stop - start)
-            columns["value"].append(record["value"] if values is None else float(values[row][start]))
+            # An empty utterance at the end of a row stands behind the last value.
+            value = record["value"] if values is None else values[row][min(start, len(values[row]) - 1)]
+            columns["value"].append(float(value))
             if SIMILARITY in record:
                 columns[SIMILARITY].append(record[SIMILARITY])
             if record["index"] >= last.get((uid, sample), (-1,))[0]:
                 last[uid, sample] = (record["index"], n, trajectory)
         ends = {n: trajectory for _, n, trajectory in last.values()}
         size = len(columns["index"])
+        cut = [n in ends and ends[n]["truncated"] for n in range(size)]
         return TurnBatch.from_lists(
             **columns,
+            next_value=None if values is None else [0.0 if one else np.nan for one in cut],
             terminated=[n in ends and ends[n]["terminated"] for n in range(size)],
-            truncated=[n in ends and ends[n]["truncated"] for n in range(size)],
+            truncated=cut,
         )
 
     @cached_property

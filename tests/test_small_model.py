@@ -1,0 +1,190 @@
+"""The small default model: tokenizer as trained, training text as the chat, a sound cache."""
+
+import shutil
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+from verl_multiturn import small_model
+from verl_multiturn.compose import compose
+from verl_multiturn.configure import prepare
+from verl_multiturn.demonstrations import Encoder, Plan, demonstrations
+from verl_multiturn.rollout.parsing import ActionFormat, parse
+
+ROOT = Path(__file__).parents[1]
+BUILT_IN = ["bandit", "chain_sum", "frozen_lake", "sokoban"]
+TRICKY = [
+    "", " ", "\n", "\n\n\n  x", "a\nb", "don't we'll", "1234567 3.14", "<think>so</think><answer>up</answer>",
+    "<answer> up </answer>\n", "東京 ☃ \U0001f600", "e\u0301 é", "a  b\t c ", "P O\n _ G!!?",
+    "<|im_start|>user\n",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory):
+    """A run whose small model takes two steps."""
+    cache = tmp_path_factory.mktemp("cache")
+    few = ["width=32", "layers=1", "steps=2", "batch=4", f"cache={cache}"]
+    overrides = ["hardware=cpu", *(f"multiturn.small_model.{one}" for one in few)]
+    return prepare(compose("gigpo_frozenlake", overrides))
+
+
+@pytest.fixture(scope="module")
+def plan(config):
+    return Plan.of(config)
+
+
+@pytest.fixture(scope="module")
+def quick():
+    """A tokenizer from a few demonstrations instead of hundreds."""
+    whole = small_model.tokenizer
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(small_model, "tokenizer", lambda plan: whole(plan, 10))
+        yield whole
+
+
+@pytest.fixture(scope="module")
+def folder(config, quick):
+    return small_model.build(config)
+
+
+@pytest.fixture(scope="module")
+def trained(plan, quick):
+    return quick(plan, 10)
+
+
+@pytest.fixture(scope="module")
+def loaded(folder):
+    from transformers import AutoConfig, AutoTokenizer
+
+    assert AutoConfig.from_pretrained(folder).model_type == "qwen2"
+    return AutoTokenizer.from_pretrained(folder)
+
+
+@pytest.mark.parametrize("env", BUILT_IN)
+def test_the_loaded_tokenizer_reads_every_environment_like_the_trained_one(env, plan, trained, loaded):
+    """transformers puts another pre-tokenizer into whatever it loads from a folder of type qwen2."""
+    texts = {
+        text
+        for episode in islice(demonstrations(replace(plan, env=env), noise=0.5), 20)
+        for messages, answer in episode
+        for text in (*(message["content"] for message in messages), answer)
+    }
+    assert len(texts) > 10
+    for text in [*texts, *(f"Observation:\n{text}\n\nAct!" for text in texts)]:
+        ids = trained.encode(text, add_special_tokens=False)
+        assert loaded.encode(text, add_special_tokens=False) == ids
+        assert loaded.decode(ids) == text
+
+
+def test_the_loaded_tokenizer_reads_tricky_text_like_the_trained_one(trained, loaded):
+    for text in TRICKY:
+        assert loaded.encode(text) == trained.encode(text), repr(text)
+    assert len(loaded) == len(trained) and loaded.get_vocab() == trained.get_vocab()
+    assert (loaded.eos_token, loaded.pad_token) == ("<|im_end|>", "<|endoftext|>")
+    assert loaded.chat_template == trained.chat_template == small_model.CHAT_TEMPLATE
+
+
+def test_the_model_fits_its_tokenizer(folder, loaded):
+    from transformers import AutoModelForCausalLM, GenerationConfig
+
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    assert model.config.vocab_size == len(loaded) == model.get_input_embeddings().weight.shape[0]
+    assert model.config.eos_token_id == GenerationConfig.from_pretrained(folder).eos_token_id
+    assert model.config.eos_token_id == loaded.eos_token_id
+    assert max(loaded.get_vocab().values()) < len(loaded)
+
+
+@pytest.mark.parametrize("row", ["turn", "trajectory"])
+def test_what_is_imitated_is_the_chat_template(row, plan, trained):
+    """Ids by pieces equal the template's; what is learnt are the answers with their stop tokens."""
+    encoder = Encoder(trained)
+    plan = replace(plan, row=row)
+    for episode in islice(demonstrations(plan, noise=0.4), 3):
+        for messages, answer in episode:
+            chat = [*messages, {"role": "assistant", "content": answer}]
+            ids, mask = encoder(messages, answer)
+            assert ids == trained.apply_chat_template(chat, tokenize=True, return_dict=False)
+            learnt = trained.decode([i for i, one in zip(ids, mask, strict=True) if one])
+            answers = [m["content"] for m in chat if m["role"] == "assistant"]
+            assert learnt == "".join(f"{one}<|im_end|>" for one in answers)
+            assert parse(answer, plan.form).valid
+        assert len(episode[-1][0]) == (2 * len(episode) - 1 if row == "trajectory" else 1)
+
+
+def test_answers_have_the_form_of_the_run(plan):
+    for form in (ActionFormat(), ActionFormat(tag=None, think=False), plan.form):
+        messages, answer = next(demonstrations(replace(plan, form=form), noise=0.0))[0]
+        assert parse(answer, form).valid and messages[-1]["role"] == "user"
+
+
+# ------------------------------------------------------------------ the cache
+
+
+def test_a_model_is_built_once(config, folder, monkeypatch, capsys):
+    def never(*_):
+        raise AssertionError("trained again")
+
+    monkeypatch.setattr(small_model, "_train", never)
+    assert small_model.build(config) == folder
+    assert capsys.readouterr().out == f"small model: {folder} (built before)\n"
+    assert folder.name.startswith("frozen_lake-") and (folder / "model.safetensors").exists()
+    assert [path.name for path in folder.parent.iterdir()] == [folder.name]
+
+
+def test_an_interrupted_build_leaves_nothing_and_an_overtaken_one_is_dropped(config, monkeypatch, tmp_path):
+    mine = config.copy()
+    mine.multiturn.small_model.cache = str(tmp_path)
+
+    def interrupted(plan, folder):
+        (folder / "model.safetensors").write_text("half a mod")
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(small_model, "_train", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            small_model.build(mine)
+    assert list(tmp_path.iterdir()) == []
+
+    def overtaken(plan, draft):
+        (draft / "model.safetensors").write_text("late")
+        folder = draft.with_name(draft.name.partition(".")[0])
+        folder.mkdir()
+        (folder / "model.safetensors").write_text("first")
+
+    monkeypatch.setattr(small_model, "_train", overtaken)
+    built = small_model.build(mine)
+    assert [path.name for path in tmp_path.iterdir()] == [built.name]
+    assert (built / "model.safetensors").read_text() == "first"
+
+
+CHANGES = [
+    "+multiturn.env_kwargs.size=5", "multiturn.small_model.steps=3", "multiturn.small_model.width=64",
+    "multiturn.prompt.first=x {observation}", "multiturn.prompt.history=1", "multiturn.action.tag=act",
+    "multiturn.row=trajectory", "multiturn.seed=2", "multiturn.env=sokoban", "data.max_prompt_length=300",
+]  # fmt: skip
+SAME = ["multiturn.small_model.cache=elsewhere", "multiturn.algorithm=grpo", "trainer.total_training_steps=9"]
+
+
+def test_the_digest_covers_what_the_model_depends_on(config, plan):
+    seen = {plan.digest(): "nothing"}
+    for change in [*CHANGES, *SAME]:
+        changed = config.copy()
+        OmegaConf.set_struct(changed, False)
+        changed.merge_with_dotlist([change.lstrip("+")])
+        digest = Plan.of(changed).digest()
+        assert (digest in seen) is (change in SAME), f"{change} is taken for {seen.get(digest)}"
+        seen.setdefault(digest, change)
+
+
+def test_the_digest_covers_the_source_of_the_environment(plan, tmp_path):
+    file = tmp_path / "lake.py"
+    shutil.copy(ROOT / "environments" / "frozen_lake.py", file)
+    mine = replace(plan, env=str(file))
+    before = mine.digest()
+    assert mine.digest() == before
+    file.write_text(file.read_text() + "\n# another lake\n")
+    assert mine.digest() != before

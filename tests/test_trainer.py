@@ -1,0 +1,516 @@
+"""MultiTurnMixin without a cluster: verl's own constructor and hooks, over an in-memory TransferQueue."""
+
+import math
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+pytest.importorskip("verl")
+pytest.importorskip("transfer_queue")
+
+import torch
+from tensordict import NonTensorStack, TensorDict
+from transfer_queue import KVBatchMeta
+from verl.trainer.ppo.padding_utils import upsample_batch_to_divisible_size
+from verl.trainer.ppo.v1.trainer_base import PPOTrainer
+from verl.utils import tensordict_utils
+
+from verl_multiturn import configure
+from verl_multiturn.compose import compose
+from verl_multiturn.runs import Run
+from verl_multiturn.trainer import MultiTurnTrainer
+
+
+@pytest.fixture(scope="module")
+def composed():
+    return configure.prepare(compose("gigpo_frozenlake", ["hardware=cpu"]))
+
+
+class Notes:
+    """A progress line that keeps what it is told."""
+
+    def __init__(self):
+        self.lines = []
+
+    def note(self, text):
+        self.lines.append(text)
+
+    def step(self, step, metrics):
+        self.lines.append((step, dict(metrics)))
+
+    def validation(self, step, metrics, seconds):
+        self.lines.append((step, dict(metrics)))
+
+
+@pytest.fixture
+def trainer(composed, tmp_path, queue):
+    config = composed.copy()
+    config.multiturn.run = str(tmp_path / "run")
+    config.multiturn.failures.min_share = 0.5
+    config.multiturn.failures.refills = 1
+    config.multiturn.seeded = True
+    config.actor_rollout_ref.rollout.n = 2
+    made = MultiTurnTrainer(config)
+    made.global_steps = 5
+    made.progress = Notes()
+    made.submitted = []
+    made._add_prompts_to_generate = made.submitted.append
+    return made
+
+
+def jagged(*lists, dtype=torch.float32):
+    return torch.nested.as_nested_tensor([torch.tensor(v, dtype=dtype) for v in lists], layout=torch.jagged)
+
+
+def turn(index, reward, span, anchor, glue=0, valid=True, value=math.nan):
+    return {
+        "index": index,
+        "span": list(span),
+        "glue": glue,
+        "anchor": anchor,
+        "reward": reward,
+        "value": value,
+        "valid": valid,
+        "text": "a",
+        "observation": f"o{index}",
+        "prompt": "p",
+        "actions": ["a"],
+        "dropped_turns": 0,
+        "dropped_actions": 0,
+        "generate_seconds": 0.5,
+        "env_seconds": 0.25,
+    }
+
+
+def trajectory(ret, success=True, terminated=True):
+    return {
+        "return": ret,
+        "success": success,
+        "terminated": terminated,
+        "truncated": not terminated,
+        "truncation": None if terminated else "turns",
+        "task": "t",
+        "task_type": "easy",
+        "seconds": 2.0,
+    }
+
+
+def extra(turns, whole):
+    scores = {"success": float(whole["success"]), "turns": 1.0, "valid": 1.0, "truncated": 0.0}
+    return {"turns": turns, "trajectory": whole, "reward_extra_info": scores, "min_global_steps": 5}
+
+
+def put(queue, rows, partition="train"):
+    """Rows {key: (response length, mask, extra_fields)} as the rollout writes them."""
+    fields = {
+        "prompts": jagged(*([100, 101 + i] for i in range(len(rows))), dtype=torch.int64),
+        "responses": jagged(
+            *(range(10 * i, 10 * i + n) for i, (n, _, _) in enumerate(rows.values())), dtype=torch.int64
+        ),
+        "response_mask": jagged(*(mask for _, mask, _ in rows.values()), dtype=torch.int64),
+        "rollout_log_probs": jagged(*([-0.5] * n for n, _, _ in rows.values())),
+        "rm_scores": jagged(*([0.0] * (n - 1) + [e["trajectory"]["return"]] for n, _, e in rows.values())),
+        "extra_fields": NonTensorStack(*(e for _, _, e in rows.values())),
+        "uid": NonTensorStack(*(key.rsplit("_", 2)[0] for key in rows)),
+    }
+    tags = [{"status": "success", "seq_len": 2 + n} for n, _, _ in rows.values()]
+    return queue.kv_batch_put(list(rows), partition, TensorDict(fields, batch_size=len(rows)), tags)
+
+
+def padded(queue, batch, multiple):
+    """With verl's own padding rows at its end, then at its front: no position is safe."""
+    batch = upsample_batch_to_divisible_size(batch, multiple, eos_token_id=9)
+    batch.reorder([len(batch) - 1, *range(len(batch) - 1)])
+    assert batch.tags[0]["is_padding"]
+    return batch
+
+
+def tokens(queue, batch, name):
+    data = queue.kv_batch_get(batch.keys, "train", [name])
+    return {key: row.tolist() for key, row in zip(batch.keys, data[name].unbind(), strict=True)}
+
+
+# ------------------------------------------------------------------------------- credit, per turn
+
+# Group g: session 0 visits states s, t and returns 1; session 1 visits s only and returns 0.
+TURN_ROWS = {
+    "g_0_0": (3, [1, 1, 0], extra([turn(0, 0.0, (0, 2), "s")], trajectory(1.0))),
+    "g_0_1": (2, [1, 1], extra([turn(1, 1.0, (0, 2), "t")], trajectory(1.0))),
+    "g_1_0": (2, [1, 1], extra([turn(0, 0.0, (0, 2), "s")], trajectory(0.0, success=False))),
+}
+
+
+def advantages_of(trainer, queue, name, rows, multiple=4):
+    trainer.settings.algorithm = name
+    batch = padded(queue, put(queue, rows), multiple)
+    metrics = {}
+    back = trainer._turn_advantages(name, trainer._rows(batch), batch, metrics)
+    assert back.keys == batch.keys
+    assert [tag.get("is_padding", False) for tag in back.tags] == [True, *[False] * (len(batch) - 1)]
+    return batch, metrics
+
+
+def approx(rows):
+    return {key: pytest.approx(row, abs=1e-5) for key, row in rows.items()}
+
+
+def test_rloo_writes_the_leave_one_out_baseline(trainer, queue):
+    """A = R_i − R_j for two of a group: 1 − 0 and 0 − 1, on the utterance's tokens only."""
+    batch, metrics = advantages_of(trainer, queue, "rloo", TURN_ROWS)
+    expected = {
+        batch.keys[0]: [0.0],
+        "g_0_0": [1.0, 1.0, 0.0],
+        "g_0_1": [1.0, 1.0],
+        "g_1_0": [-1.0, -1.0],
+    }
+    assert tokens(queue, batch, "advantages") == expected
+    assert tokens(queue, batch, "returns") == expected
+    assert metrics["multiturn/advantage_std/mean"] == pytest.approx(np.std([1, 1, -1]))
+    assert metrics["multiturn/zero_advantage/mean"] == 0.0
+
+
+def test_gigpo_adds_the_step_advantage(trainer, queue):
+    """γ = 0.5: G = 0.5 and 0 from s (0.25 about their mean), t is alone; ± 0.5 by episode. No std."""
+    trainer.settings.gigpo.gamma = 0.5
+    trainer.settings.gigpo.by_std = False
+    batch, metrics = advantages_of(trainer, queue, "gigpo", TURN_ROWS)
+    assert tokens(queue, batch, "advantages") == approx(
+        {
+            batch.keys[0]: [0.0],
+            "g_0_0": [0.75, 0.75, 0.0],
+            "g_0_1": [0.5, 0.5],
+            "g_1_0": [-0.75, -0.75],
+        }
+    )
+    assert metrics["multiturn/anchor_singleton_share/mean"] == pytest.approx(1 / 3)
+
+
+def test_turn_gae_reads_the_value_before_the_turn(trainer, queue):
+    """λ = γ = 1: A = G − V(s), the critic learns G; V is the value at the utterance's first token."""
+    trainer.use_critic, trainer.settings.algorithm = True, "turn_gae"
+    trainer.settings.turn_gae.gamma = trainer.settings.turn_gae.lam = 1.0
+    batch = put(queue, TURN_ROWS)
+    values = jagged([0.25, 9.0, 9.0], [0.5, 9.0], [-0.25, 9.0])
+    queue.kv_batch_put(batch.keys, "train", TensorDict({"values": values}, batch_size=3))
+    batch = padded(queue, batch, 4)
+    trainer._turn_advantages("turn_gae", trainer._rows(batch), batch, {})
+    assert tokens(queue, batch, "advantages") == approx(
+        {batch.keys[0]: [0.0], "g_0_0": [0.75, 0.75, 0.0], "g_0_1": [0.5, 0.5], "g_1_0": [0.25, 0.25]}
+    )
+    assert tokens(queue, batch, "returns") == approx(
+        {batch.keys[0]: [0.0], "g_0_0": [1.0, 1.0, 0.0], "g_0_1": [1.0, 1.0], "g_1_0": [0.0, 0.0]}
+    )
+
+
+# One row per trajectory: two utterances with two glue tokens between, and a single utterance.
+TRAJECTORY_ROWS = {
+    "g_0_0": (
+        6,
+        [1, 1, 0, 0, 1, 1],
+        extra([turn(0, 0.0, (0, 2), "s"), turn(1, 1.0, (4, 6), "t", glue=2)], trajectory(1.0)),
+    ),
+    "g_1_0": (2, [1, 1], extra([turn(0, 0.0, (0, 2), "s")], trajectory(0.0, False))),
+}
+
+
+def test_trajectory_rows_get_a_number_per_utterance(trainer, queue):
+    """λ = 0, γ = 1: δ_0 = V(s_1) − V(s_0) = 0.25, δ_1 = 1 − 0.5; nothing between the utterances."""
+    trainer.use_critic, trainer.settings.algorithm = True, "turn_gae"
+    trainer.settings.turn_gae.lam = 0.0
+    batch = put(queue, TRAJECTORY_ROWS)
+    values = jagged([0.25, 9.0, 9.0, 9.0, 0.5, 9.0], [-0.25, 9.0])
+    queue.kv_batch_put(batch.keys, "train", TensorDict({"values": values}, batch_size=2))
+    batch = padded(queue, batch, 3)
+    trainer._turn_advantages("turn_gae", trainer._rows(batch), batch, {})
+    assert tokens(queue, batch, "advantages") == approx(
+        {batch.keys[0]: [0.0], "g_0_0": [0.25, 0.25, 0, 0, 0.5, 0.5], "g_1_0": [0.25, 0.25]}
+    )
+    assert tokens(queue, batch, "returns") == approx(
+        {batch.keys[0]: [0.0], "g_0_0": [0.5, 0.5, 0, 0, 1.0, 1.0], "g_1_0": [0.0, 0.0]}
+    )
+
+
+class Writer:
+    """Keeps what the trainer records."""
+
+    def __init__(self):
+        self.written = []
+
+    def trajectories(self, split, step, rows):
+        self.written.append((split, step, rows))
+
+    def metrics(self, step, metrics):
+        self.written.append(("metrics", step, dict(metrics)))
+
+
+def test_compute_advantage_records_the_step(trainer, queue):
+    trainer.writer = Writer()
+    trainer.settings.algorithm = "rloo"
+    batch, metrics = padded(queue, put(queue, TURN_ROWS), 4), {}
+    trainer._compute_advantage(batch, metrics)
+    assert metrics["multiturn/trajectories/mean"] == 2.0
+    assert metrics["multiturn/return/mean"] == 0.5
+    assert metrics["multiturn/success/mean"] == 0.5
+    ((split, step, records),) = trainer.writer.written
+    assert (split, step) == ("train", 5)
+    assert [(r["group"], r["trajectory"], len(r["turns"])) for r in records] == [("g", 0, 2), ("g", 1, 1)]
+    assert [t["advantage"] for r in records for t in r["turns"]] == [1.0, 1.0, -1.0]
+    first, second = records[0]["turns"]
+    assert (first["prompt_ids"], first["action_ids"], first["row"]) == ([100, 101], [0, 1], 0)
+    assert (second["prompt_ids"], second["action_ids"], second["row"]) == ([100, 102], [10, 11], 1)
+
+
+@pytest.mark.parametrize("name", ["grpo", "verl"])
+def test_verls_own_estimator_goes_through_verl(trainer, queue, name):
+    """multiturn.algorithm=grpo: verl's own outcome advantage, (R − mean) / (std + ε) over the group."""
+    trainer.writer = Writer()
+    trainer.settings.algorithm = name
+    trainer.config.algorithm.adv_estimator = "grpo"
+    batch = padded(queue, put(queue, TURN_ROWS), 4)
+    old = {"old_log_probs": queue.kv_batch_get(batch.keys, "train")["rollout_log_probs"]}
+    queue.kv_batch_put(batch.keys, "train", TensorDict(old, batch_size=4))
+    trainer._compute_advantage(batch, {})
+    scale = 0.5 / (np.std([1.0, 0.0], ddof=1) + 1e-6)
+    assert tokens(queue, batch, "advantages") == approx(
+        {
+            batch.keys[0]: [0.0],
+            "g_0_0": [scale, scale, 0.0],
+            "g_0_1": [scale, scale],
+            "g_1_0": [-scale, -scale],
+        }
+    )
+
+
+# ------------------------------------------------------------------------------- sampling
+
+
+def sessions(queue, step, count, first=0):
+    """A batch of that many trajectories of one row each."""
+    keys = [f"{step:06d}-{i // 2:06d}_{i % 2}_0" for i in range(first, first + count)]
+    rows = {key: (2, [1, 1], extra([turn(0, 1.0, (0, 2), "s")], trajectory(1.0))) for key in keys}
+    return put(queue, rows) if rows else KVBatchMeta(partition_id="train", keys=[], tags=[])
+
+
+def sampler(*batches):
+    """verl's `sample`, bound: hands out the batches, raises the exceptions."""
+    given = iter(batches)
+
+    def sample(global_steps, partition_id, batch_size):
+        batch = next(given)
+        if isinstance(batch, Exception):
+            raise batch
+        return batch, {"of_verl": 1.0}
+
+    return sample
+
+
+def test_enough_survivors_pass(trainer, queue):
+    batch = sessions(queue, 5, 3)
+    found, metrics = trainer._sample(sampler(batch), global_steps=5, partition_id="train", batch_size=2)
+    assert found is batch
+    assert metrics == {
+        "of_verl": 1.0,
+        "multiturn/failed_trajectories/mean": 1,
+        "multiturn/refills/mean": 0,
+    }
+    assert trainer.submitted == trainer.progress.lines == queue.cleared == []
+
+
+def test_rows_of_one_trajectory_count_once(trainer, queue):
+    batch = put(queue, {key: TURN_ROWS["g_0_0"] for key in ("g_0_0", "g_0_1", "g_0_2")})
+    enough = sessions(queue, 6, 2)
+    found, metrics = trainer._sample(sampler(batch, enough), 5, "train", 2)
+    assert found is enough, "one of four is less than half, however many rows it has"
+    assert metrics["multiturn/refills/mean"] == 1
+
+
+def test_too_few_survivors_are_rolled_out_again(trainer, queue):
+    few, enough = sessions(queue, 5, 1), sessions(queue, 6, 4)
+    found, metrics = trainer._sample(sampler(few, enough), 5, "train", 2)
+    assert found is enough
+    assert metrics["multiturn/failed_trajectories/mean"] == 0
+    assert metrics["multiturn/refills/mean"] == 1
+    assert trainer.submitted == [2]
+    assert queue.cleared == [("train", key) for key in few.keys], "what is not trained on leaks otherwise"
+    assert trainer.progress.lines == ["step 5: 1 of 4 trajectories survived (see failures.jsonl)"]
+
+
+def test_a_step_without_enough_survivors_is_refused(trainer, queue):
+    batches = sessions(queue, 5, 1), sessions(queue, 6, 1)
+    with pytest.raises(
+        RuntimeError, match=r"step 5 has 1 of 4 trajectories after 1 refills.*min_share=0.5.*failures"
+    ):
+        trainer._sample(sampler(*batches), 5, "train", 2)
+    assert trainer.submitted == [2]
+    assert not queue.tags, "nothing is left behind"
+
+
+def test_no_survivor_at_all_is_rolled_out_again(trainer, queue):
+    """verl raises there and leaves its prompt markers; any other error of its passes through."""
+    markers = [{"is_prompt": True, "status": status, "global_steps": 5} for status in ("failure", "finished")]
+    queue.kv_batch_put(["000005-000000", "000005-000001"], "train", tags=markers)
+    trainer.replay_buffer._sync_metadata_from_transfer_queue()
+    nothing = RuntimeError("Sync replay buffer selected terminal groups with no materializable trajectories.")
+    enough = sessions(queue, 6, 4)
+    found, metrics = trainer._sample(sampler(nothing, enough), 5, "train", 2)
+    assert found is enough
+    assert metrics["multiturn/refills/mean"] == 1
+    assert {key for _, key in queue.cleared} == {"000005-000000", "000005-000001"}
+    with pytest.raises(RuntimeError, match="another matter"):
+        trainer._sample(sampler(RuntimeError("another matter")), 5, "train", 2)
+
+
+def test_the_real_buffer_with_no_survivor(trainer, queue):
+    """The same through verl's own ReplayBuffer, as the trainer's step calls it."""
+    trainer.replay_buffer.poll_interval = 0.0
+
+    def roll_out(count):
+        trainer.submitted.append(count)
+        sessions(queue, 5, 2 * count, first=2)
+        for i in range(1, 1 + count):
+            queue.kv_batch_put(
+                [f"000005-{i:06d}"],
+                "train",
+                tags=[{"is_prompt": True, "status": "finished", "global_steps": 5}],
+            )
+
+    trainer._add_prompts_to_generate = roll_out
+    queue.kv_batch_put(
+        ["000005-000000"], "train", tags=[{"is_prompt": True, "status": "failure", "global_steps": 5}]
+    )
+    batch, metrics = trainer.replay_buffer.sample(global_steps=5, partition_id="train", batch_size=1)
+    assert batch.keys == ["000005-000001_0_0", "000005-000001_1_0"]
+    assert metrics["multiturn/refills/mean"] == 1
+    assert not any(tag.get("is_prompt") for tag in queue.tags.values())
+
+
+def test_validation_batches_are_recorded(trainer, queue):
+    """No share is asked of them: what is missing is counted."""
+    trainer._val_records, trainer._expected_val = [], 0
+    trainer.config.actor_rollout_ref.rollout.val_kwargs.n = 2
+    batch = put(queue, TURN_ROWS, partition="val")
+    empty = KVBatchMeta(partition_id="val", keys=[], tags=[])
+    sample = sampler(batch, empty)
+    assert trainer._sample(sample, 5, "val", 1) == (batch, {"of_verl": 1.0})
+    assert trainer._sample(sample, 5, "val", 1) == (empty, {"of_verl": 1.0})
+    assert trainer._expected_val == 4
+    assert [(r["split"], r["step"], r["return"]) for r in trainer._val_records] == [
+        ("val", 5, 1.0),
+        ("val", 5, 0.0),
+    ]
+    assert {t["advantage"] for r in trainer._val_records for t in r["turns"]} == {None}
+    assert trainer.submitted == queue.cleared == []
+
+
+def test_validation_reports_success_and_failures(trainer, queue, monkeypatch):
+    batch = put(queue, TURN_ROWS, partition="val")
+
+    def verls(self):
+        self.replay_buffer.sample(global_steps=5, partition_id="val", batch_size=3)
+        return {"of_verl": 1.0}
+
+    trainer.replay_buffer.sample.keywords.clear()
+    trainer.replay_buffer.sample = lambda **given: trainer._sample(sampler(batch), **given)
+    monkeypatch.setattr(PPOTrainer, "_validate", verls)
+    trainer.writer = Writer()
+    metrics = trainer._validate()
+    assert metrics["of_verl"] == 1.0
+    assert (metrics["val/episodes"], metrics["val/failed"], metrics["val/success"]) == (2.0, 1.0, 0.5)
+    assert [entry[:2] for entry in trainer.writer.written] == [("val", 5), ("metrics", 5)]
+    assert trainer.progress.lines == [(5, metrics)]
+
+
+# ------------------------------------------------------------------------------- seeded runs
+
+
+def prompts(monkeypatch, size):
+    """verl's fetch: a batch of the dataloader with random uids."""
+
+    def fetch(self):
+        return tensordict_utils.get_tensordict(
+            {"uid": np.array([f"random_{i}" for i in range(size)], object), "index": torch.arange(size)}
+        )
+
+    monkeypatch.setattr(PPOTrainer, "_fetch_one_gen_batch", fetch)
+
+
+def test_seeded_uids_count_up(trainer, monkeypatch):
+    prompts(monkeypatch, 2)
+    uids = [*trainer._fetch_one_gen_batch()["uid"], *trainer._fetch_one_gen_batch()["uid"]]
+    trainer.global_steps = 12
+    uids += list(trainer._fetch_one_gen_batch()["uid"])
+    assert uids == [
+        "000005-000000", "000005-000001", "000005-000002", "000005-000003", "000012-000004", "000012-000005",
+    ]  # fmt: skip
+    assert uids == sorted(set(uids)), "in the order of fetching"
+    assert not any("_" in uid for uid in uids), "verl splits its keys there"
+
+
+def test_unseeded_uids_are_verls(trainer, monkeypatch):
+    trainer.settings.seeded = False
+    prompts(monkeypatch, 2)
+    assert list(trainer._fetch_one_gen_batch()["uid"]) == ["random_0", "random_1"]
+
+
+def balanced(trainer, queue, monkeypatch, keys, pad=0):
+    """What verl's `_balance_batch` is handed, and our metrics after it."""
+    seen = []
+
+    def verls(self, batch, metrics, **kwargs):
+        seen.append((list(batch.keys), [tag["seq_len"] for tag in batch.tags]))
+        return upsample_batch_to_divisible_size(batch, len(batch) + pad, eos_token_id=9) if pad else batch
+
+    monkeypatch.setattr(PPOTrainer, "_balance_batch", verls)
+    rows = {key: (1 + i, [1] * (1 + i), TURN_ROWS["g_0_0"][2]) for i, key in enumerate(keys)}
+    metrics = {}
+    trainer._balance_batch(put(queue, rows), metrics)
+    return seen[0], metrics
+
+
+SHUFFLED = ["000005-000001_0_0", "000005-000000_10_0", "000005-000000_2_10", "000005-000000_2_9"]
+
+
+def test_seeded_rows_are_sorted_by_uid_session_row(trainer, queue, monkeypatch):
+    """As numbers: session 2 before 10, row 9 before 10; each row keeps its tag."""
+    (keys, lengths), metrics = balanced(trainer, queue, monkeypatch, SHUFFLED)
+    assert keys == ["000005-000000_2_9", "000005-000000_2_10", "000005-000000_10_0", "000005-000001_0_0"]
+    assert lengths == [6, 5, 4, 3]
+    assert (metrics["multiturn/rows/mean"], metrics["multiturn/padded_rows/mean"]) == (4, 0)
+
+
+def test_unseeded_rows_keep_the_order_of_completion(trainer, queue, monkeypatch):
+    trainer.settings.seeded = False
+    (keys, _), metrics = balanced(trainer, queue, monkeypatch, SHUFFLED, pad=2)
+    assert keys == SHUFFLED
+    assert (metrics["multiturn/rows/mean"], metrics["multiturn/padded_rows/mean"]) == (4, 2)
+
+
+# ------------------------------------------------------------------------------- the run folder
+
+
+def test_fit_records_the_run_whatever_ends_it(trainer, monkeypatch):
+    trainer.total_training_steps = 9
+    trainer.global_steps = 0
+
+    def verls(self, agent_loop_manager):
+        assert agent_loop_manager == "manager"
+        self.writer.metrics(1, {"x": 1.0})
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(PPOTrainer, "fit", verls)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.fit("manager")
+    run = Run(trainer.settings.run)
+    assert run.metrics["x"].tolist() == [1.0]
+    assert run.config["multiturn"]["env"] == trainer.settings.env
+
+
+def test_each_step_is_a_line_of_metrics(trainer, monkeypatch):
+    trainer.writer = Writer()
+    monkeypatch.setattr(
+        PPOTrainer, "_compute_metrics", lambda self, batch, metrics, *_: metrics.update(of_verl=2.0)
+    )
+    trainer._compute_metrics(SimpleNamespace(), {"a": 1.0}, {}, global_steps=5, epoch=0)
+    assert trainer.writer.written == [("metrics", 5, {"a": 1.0, "of_verl": 2.0})]
+    assert trainer.progress.lines == [(5, {"a": 1.0, "of_verl": 2.0})]
