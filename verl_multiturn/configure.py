@@ -44,8 +44,8 @@ def prepare(config: DictConfig) -> DictConfig:
     correction = config.algorithm.rollout_correction
     if settings.algorithm not in VERL_ALGORITHMS and (correction.rollout_is or correction.rollout_rs):
         raise ValueError(
-            f"algorithm.rollout_correction weighs tokens inside verl's estimators, which {settings.algorithm} "
-            "replaces: leave rollout_is and rollout_rs out, or use grpo"
+            "algorithm.rollout_correction weighs tokens inside verl's estimators, which "
+            f"{settings.algorithm} replaces: leave rollout_is and rollout_rs out, or use grpo"
         )
     _check_rows(config)
     if settings.max_action_tokens > config.data.max_response_length:

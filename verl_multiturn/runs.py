@@ -221,6 +221,7 @@ def to_turns(trajectories: list[Record]) -> TurnBatch:
         how: [bool(episode[how]) and end for (episode, _), end in zip(pairs, last, strict=True)]
         for how in ("terminated", "truncated")
     }
+    cuts = zip(pairs, ends["truncated"], strict=True)
     return TurnBatch.from_lists(
         group=[episode["group"] for episode, _ in pairs],
         trajectory=[episode["trajectory"] for episode, _ in pairs],
@@ -228,6 +229,8 @@ def to_turns(trajectories: list[Record]) -> TurnBatch:
         reward=[turn["reward"] for _, turn in pairs],
         anchor=[turn["anchor"] for _, turn in pairs],
         value=[np.nan if turn["value"] is None else turn["value"] for _, turn in pairs],
+        # As in training (Rows.turns): the limit that cut an episode is part of its task.
+        next_value=[0.0 if cut and t["value"] is not None else np.nan for (_, t), cut in cuts],
         tokens=[len(turn["action_ids"]) for _, turn in pairs],
         valid=[turn["valid"] for _, turn in pairs],
         **ends,

@@ -85,7 +85,8 @@ class MultiTurnMixin:
         """verl's sampler, with a check: it would silently train on whatever episodes survived."""
         if partition_id == "val":
             batch, metrics = sample(global_steps, partition_id, batch_size)
-            self._val_records += self._record(batch, "val", {})
+            if batch.keys:
+                self._val_records += self._record(self._rows(batch), "val")
             self._expected_val += batch_size * self.config.actor_rollout_ref.rollout.val_kwargs.n
             return batch, metrics
         expected = batch_size * self.config.actor_rollout_ref.rollout.n
@@ -155,7 +156,7 @@ class MultiTurnMixin:
         else:
             batch = self._turn_advantages(name, rows, batch, metrics)
         started = time.perf_counter()
-        self.writer.trajectories("train", self.global_steps, self._record(batch, "train", metrics))
+        self.writer.trajectories("train", self.global_steps, self._record(rows, "train"))
         metrics["multiturn/record_seconds/mean"] = time.perf_counter() - started
         return batch
 
@@ -167,6 +168,9 @@ class MultiTurnMixin:
         per_turn = advantages(name, turns, **keywords(self.settings))
         metrics["multiturn/advantage_seconds/mean"] = time.perf_counter() - started
         metrics |= run_metrics.of_turns(turns, per_turn)
+        if self.use_critic:
+            for (_, record, _), value in zip(rows.places, turns.value.tolist(), strict=True):
+                record["value"] = value
         # A critic over turns learns A + V, the return its advantage was measured against.
         target = per_turn + turns.value if self.use_critic else per_turn
         output = {
@@ -197,28 +201,19 @@ class MultiTurnMixin:
         )
         return Rows.read(batch.keys, batch.tags, list(fetched["extra_fields"]))
 
-    def _record(self, batch: Any, split: str, metrics: dict) -> list[dict[str, Any]]:
-        if not batch.keys:
-            return []
-        fields = ["prompts", "responses", "extra_fields"]
+    def _record(self, rows: Rows, split: str) -> list[dict[str, Any]]:
+        fields = ["prompts", "responses"]
         if self.config.actor_rollout_ref.rollout.calculate_log_probs:
             fields.append("rollout_log_probs")
         if split == "train":
             fields.append("advantages")
-        data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=fields)
+        data = tq.kv_batch_get(keys=rows.keys, partition_id=split, select_fields=fields)
 
         def column(name: str) -> Any:
             return [row.tolist() for row in data[name].unbind()] if name in data else None
 
-        return to_records(
-            Rows.read(batch.keys, batch.tags, list(data["extra_fields"])),
-            column("prompts"),
-            column("responses"),
-            column("rollout_log_probs"),
-            column("advantages"),
-            split,
-            self.global_steps,
-        )
+        columns = (column(name) for name in ("prompts", "responses", "rollout_log_probs", "advantages"))
+        return to_records(rows, *columns, split, self.global_steps)
 
 
 @register_trainer("multiturn_sync")

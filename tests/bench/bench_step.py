@@ -147,9 +147,7 @@ def main() -> None:
                 for phase, seconds in once(kind, Path(folder) / f"{kind}{number}", given.steps).items():
                     found[kind].setdefault(phase, []).extend(seconds)
     medians = {kind: {phase: statistics.median(s) for phase, s in by.items()} for kind, by in found.items()}
-    print(
-        f"{'phase':14s} {'stock':>9s} {'ours':>9s}  ratio   (median of {len(found['ours']['step'])} steps each)"
-    )
+    print(f"{'phase':14s} {'stock':>9s} {'ours':>9s}  ratio   (median of {len(found['ours']['step'])} steps)")
     for phase in (*PHASES, "tokens"):
         a, b = medians["stock"][phase], medians["ours"][phase]
         print(f"{phase:14s} {a:9.3f} {b:9.3f}  {b / a:.3f}")

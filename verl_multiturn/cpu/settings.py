@@ -4,6 +4,7 @@ They must be set before ray, torch or verl is imported; Ray's processes inherit 
 """
 
 import os
+import warnings
 
 SETTINGS = {
     # verl's own switches: load the plug-in, use its platform, look engines up as on CUDA (verl
@@ -34,6 +35,7 @@ SETTINGS = {
     "TQ_LOGGING_LEVEL": "ERROR",
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VERL_LOGGING_LEVEL": "WARN",
+    "TRANSFORMERS_VERBOSITY": "error",
     "TOKENIZERS_PARALLELISM": "false",
     "PYTHONWARNINGS": "ignore",
     "RAY_DEDUP_LOGS": "1",
@@ -45,3 +47,5 @@ def apply() -> None:
     """Set every variable of `SETTINGS` that the user has not set."""
     for name, value in SETTINGS.items():
         os.environ.setdefault(name, value)
+    if os.environ["PYTHONWARNINGS"] == "ignore":
+        warnings.simplefilter("ignore")  # this process read the variable when it started
