@@ -16,7 +16,9 @@ setup(
     python_requires=">=3.11,<3.13",
     # `environments` is a namespace package: a user's own ./environments stands beside it
     packages=find_namespace_packages(include=["verl_multiturn*", "environments*"]),
-    package_data={"verl_multiturn.config": ["*.yaml", "hardware/*.yaml"], "environments.panels": ["*.json"]},
+    package_data={"verl_multiturn.config": ["*.yaml", "hardware/*.yaml"], "environments.panels": ["*.json"],
+        "verl_multiturn.viewer": ["*.html", "*.css", "*.js"],
+    },
     data_files=[("share/verl_multiturn/recipes", sorted(glob("recipes/*.yaml") + glob("recipes/*.sh")))],
     install_requires=[
         "numpy>=1.26",

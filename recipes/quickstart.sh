@@ -9,4 +9,5 @@ run=runs/quickstart/$(date +%Y%m%d-%H%M%S)
   multiturn.run="$run" multiturn.val=frozen_lake-test multiturn.val_size=256 \
   trainer.experiment_name=quickstart trainer.test_freq=10 "$@"
 .venv/bin/verl-multiturn report "$run" --panel frozen_lake-test --png "$run/learning_curve.png"
-echo "recorded run: $run (config, metrics, every trajectory); curve: $run/learning_curve.png"
+.venv/bin/verl-multiturn view "$run"
+echo "recorded run: $run; open $run/view.html in a browser, the curve is $run/learning_curve.png"

@@ -15,7 +15,9 @@ from rich.table import Table
 from rich.text import Text
 from typer.core import TyperGroup
 
+from verl_multiturn.cli_eval import evaluate
 from verl_multiturn.cli_run import key_values, play, replay, rescore
+from verl_multiturn.cli_setup import doctor
 
 
 class _Sentences(TyperGroup):
@@ -113,8 +115,28 @@ def report(
         typer.echo(f"wrote {png}")
 
 
-for command in (rescore, replay, play):
+@app.command()
+def view(
+    run: Annotated[Path, typer.Argument(help="Folder of a recorded run.")],
+    out: Annotated[Path | None, typer.Option(help="The page; default: view.html in the run.")] = None,
+    steps: Annotated[str | None, typer.Option(help="Only these steps, such as 1,5,30.")] = None,
+    last: Annotated[int | None, typer.Option(min=1, help="Only the last steps of each split.")] = None,
+    split: Annotated[str | None, typer.Option(help="Only this split, such as train or val.")] = None,
+    tokens: Annotated[
+        bool | None, typer.Option(help="Token ids and log-probs; default: if the page stays below 50 MB.")
+    ] = None,
+) -> None:
+    """Write a recorded run as one HTML page: curves, trajectories turn by turn, groups."""
+    from verl_multiturn.view import build_view, parse_steps
+
+    page = build_view(run, out, parse_steps(steps) if steps else None, last, split, tokens)
+    without = "" if page.tokens else ", without tokens"
+    typer.echo(f"wrote {page.path}: {page.trajectories} trajectories, {page.size / 1e6:.1f} MB{without}")
+
+
+for command in (rescore, replay, play, doctor):
     app.command()(command)
+app.command("eval")(evaluate)
 
 
 def _show(columns: Sequence[str], rows: Iterable[Iterable[object]]) -> None:

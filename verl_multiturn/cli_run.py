@@ -1,7 +1,7 @@
 """Commands on what was played or is to be played: rescore, replay, play. Registered in `cli`."""
 
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -126,6 +126,9 @@ def _player(
         with closing(ModelPlayer(config, sampler, screen)) as one:
             yield one
         return
+    if policy == "human":
+        with suppress(ImportError):  # not on every system; lets `input` edit its line
+            import readline  # noqa: F401
     chosen = policy_of(policy, screen)
     if run or recipe or overrides or env is None:
         block = of.settings(env, given, recipe, run, overrides).multiturn

@@ -7,6 +7,7 @@ the configuration to verl's own `run_ppo`.
 import argparse
 import importlib.util
 import os
+import shutil
 import signal
 import sys
 import tempfile
@@ -18,6 +19,8 @@ from omegaconf import DictConfig, OmegaConf
 from verl_multiturn import configure, tasks
 from verl_multiturn.compose import compose
 from verl_multiturn.errors import RunStopped
+
+RAY_PREFIX = "vm-ray-"
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -71,7 +74,7 @@ def _ready(config: DictConfig, found: dict[str, Any]) -> None:
         settings.apply()
         if config.ray_kwargs.ray_init._temp_dir is None:
             # Ray's socket paths have a limit of 107 characters.
-            config.ray_kwargs.ray_init._temp_dir = tempfile.mkdtemp(prefix="vm", dir="/tmp")
+            config.ray_kwargs.ray_init._temp_dir = tempfile.mkdtemp(prefix=RAY_PREFIX, dir="/tmp")
     os.environ.setdefault("TQDM_DISABLE", "1")  # one progress line is enough
     # Rollout workers find ./environments and the user's modules as this process does.
     paths = [os.getcwd(), *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -92,12 +95,9 @@ def run(config: DictConfig) -> int:
     import ray
     from verl.trainer import main_ppo
     from verl.trainer.ppo.utils import need_critic, need_reference_policy
-    from verl.trainer.ppo.v1 import trainer_base
     from verl.utils.config import validate_config
 
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends like Ctrl-C: in order
-    # The configuration and the metrics that verl would print stand in the run folder.
-    main_ppo.pprint = trainer_base.pprint = lambda *_: None
     validate_config(config, need_reference_policy(config), need_critic(config))
     try:
         main_ppo.run_ppo(config, task_runner_class=_runner(config.multiturn.in_process))
@@ -112,6 +112,10 @@ def run(config: DictConfig) -> int:
         return 1
     finally:
         ray.shutdown()
+    if Path(config.ray_kwargs.ray_init._temp_dir or "").name.startswith(RAY_PREFIX):
+        shutil.rmtree(
+            config.ray_kwargs.ray_init._temp_dir, ignore_errors=True
+        )  # logs of a run that went well
     return 0
 
 
@@ -122,8 +126,13 @@ def _runner(in_process: bool) -> Any:
 
     class Runner(TaskRunnerV1.__ray_metadata__.modified_class):  # type: ignore[name-defined,misc]
         def run(self, config: DictConfig) -> None:
+            from verl.trainer import main_ppo
+            from verl.trainer.ppo.v1 import trainer_base
+
             import verl_multiturn.trainer  # noqa: F401  registers the trainers in this process
 
+            # The configuration and the metrics that verl would print stand in the run folder.
+            main_ppo.pprint = trainer_base.pprint = lambda *_: None
             config.trainer.v1.trainer_mode = f"multiturn_{config.trainer.v1.trainer_mode}"
             super().run(config)
 

@@ -33,11 +33,14 @@ class Sampler:
     def __init__(self, folder: str, sampling: dict[str, Any]) -> None:
         import torch
         from transformers import AutoModelForCausalLM, AutoTokenizer
+        from transformers.utils import logging
 
+        logging.disable_progress_bar()  # type: ignore[no-untyped-call,unused-ignore]
         device = "cuda" if torch.cuda.is_available() else "cpu"
+        load: Any = AutoModelForCausalLM.from_pretrained
         try:
             self.tokenizer = AutoTokenizer.from_pretrained(folder)
-            self.model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").to(device).eval()
+            self.model = load(folder, dtype="auto").to(device).eval()
         except OSError as error:  # its message has paragraphs; the first line says it
             raise ValueError(f"cannot load a model from {folder}: {str(error).splitlines()[0]}") from error
         if self.tokenizer.chat_template is None:

@@ -159,11 +159,13 @@ def replay_all(env: Env, records: Iterable[Record]) -> list[Replay]:
 
 
 def print_replays(replays: list[Replay], console: Console | None = None) -> None:
-    """Print one row per trajectory where there are few, else their count and those that differ."""
+    """Print the turns of one trajectory, a row each of a few, of many only those that differ."""
     console = console or Console()
     differing = [one for one in replays if not one.ok]
     shown = replays if len(replays) <= SHOWN else differing[:SHOWN]
-    if shown:
+    if len(replays) == 1:
+        console.print(_turn_table(replays[0]))
+    elif shown:
         console.print(_table(shown))
     steps, turns = sum(one.steps for one in replays), sum(one.turns for one in replays)
     equal = len(replays) - len(differing)
@@ -227,4 +229,18 @@ def _table(replays: list[Replay]) -> Table:
         now = "equal" if one.difference is None else f"turn {one.turns}: {one.difference.what}"
         cells = (name_of(record), record["step"], record["task"], len(record["turns"]))
         table.add_row(*(escape(str(x)) for x in (*cells, f"{record['return']:g}", end, now)))
+    return table
+
+
+def _turn_table(one: Replay) -> Table:
+    table = Table("turn", "actions", "valid", "reward", "now", box=SIMPLE, pad_edge=False)
+    broken = None if one.difference is None else one.difference.turn or 0
+    for turn in one.record["turns"]:
+        t = turn["index"]
+        now = "equal" if broken is None or t < broken else "not compared"
+        if one.difference is not None and t == broken:
+            now = f"differs: {one.difference.what}"
+        actions = " || ".join(turn["actions"]) or "(none)"
+        cells = (str(t), actions, "yes" if turn["valid"] else "no", f"{turn['reward']:g}", now)
+        table.add_row(*map(escape, cells))
     return table

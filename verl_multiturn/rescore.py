@@ -168,11 +168,11 @@ def _configured(run: Run, name: str, extra: Mapping[str, Any]) -> tuple[Algorith
     algorithm = find(name)
     config = OmegaConf.create(run.config)
     block = OmegaConf.select(config, "multiturn.keywords" if ":" in name else f"multiturn.{name}")
-    given = dict(OmegaConf.to_container(block, resolve=True)) if block is not None else {}
+    given: Any = {} if block is None else OmegaConf.to_container(block, resolve=True)
     by_std = OmegaConf.select(config, "algorithm.norm_adv_by_std_in_grpo")
     if name == "grpo" and by_std is not None:  # training leaves grpo to verl, which reads this key
         given["by_std"] = by_std
-    return algorithm, algorithm.configure({str(key): value for key, value in given.items()} | dict(extra))
+    return algorithm, algorithm.configure(given | dict(extra))
 
 
 def _own(run: Run) -> tuple[Algorithm, Config] | None:

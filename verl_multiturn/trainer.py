@@ -8,7 +8,6 @@ import time
 from functools import partial
 from typing import Any
 
-import ray
 import transfer_queue as tq
 from tensordict import TensorDict
 from verl.trainer.ppo.v1.trainer_base import register_trainer
@@ -25,10 +24,6 @@ from verl_multiturn.progress import Progress
 from verl_multiturn.rollout.loop import first_prompt
 from verl_multiturn.rollout.rows import Rows, to_records
 from verl_multiturn.runs import RunWriter
-
-
-def _import_agent_loop() -> None:
-    import verl.trainer.ppo.v1.agent_loop_tq  # noqa: F401
 
 
 class MultiTurnMixin:
@@ -48,13 +43,6 @@ class MultiTurnMixin:
         self.replay_buffer.poll_interval = self.settings.poll_interval
         self.replay_buffer.sample = partial(self._sample, self.replay_buffer.sample)
 
-    def _setup(self) -> None:
-        # Ray makes actors out of idle worker processes: these have verl imported by then.
-        warm = ray.remote(num_cpus=0)(_import_agent_loop)
-        started = [warm.remote() for _ in range(self.settings.prestart)]
-        super()._setup()  # type: ignore[misc]
-        del started
-
     def _init_tokenizer(self) -> None:
         super()._init_tokenizer()  # type: ignore[misc]
         try:
@@ -68,6 +56,11 @@ class MultiTurnMixin:
         """verl's `fit`, recorded; whatever ends it, the run folder stays whole."""
         config = plain(self.config)
         self.progress = Progress(self.total_training_steps, self.global_steps)
+        if self.global_steps >= self.total_training_steps:
+            self.progress.note(
+                f"{self.settings.run} is trained to step {self.global_steps} already: raise "
+                "trainer.total_training_steps, or name another folder in multiturn.run"
+            )
         with RunWriter(self.settings.run, config, resume_step=self.global_steps or None) as self.writer:
             super().fit(agent_loop_manager)  # type: ignore[misc]
 

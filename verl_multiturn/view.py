@@ -26,7 +26,7 @@ from verl_multiturn.view_pieces import token_pieces
 MARK = b'<meta name="generator" content="verl_multiturn.view">'  # stands in every page of ours
 MAX_BYTES = 300_000_000  # more than a browser opens with ease
 TOKENS_BYTES = 50_000_000  # tokens are left out of larger pages, unless asked for
-SCRIPTS = ("data.js", "curves.js", "reader.js", "page.js")  # one script, in this order
+SCRIPTS = ("data.js", "curves.js", "reader.js", "side.js", "state.js", "page.js")  # one script, in this order
 
 
 class View(NamedTuple):
@@ -121,7 +121,8 @@ def _pack(folder: Path, chosen: Sequence[tuple[str, int]], tokens: bool | None) 
     packed: dict[tuple[str, int], Step] = {}
     size = spare = 0
     for key in sorted(chosen, key=lambda one: -one[1]):
-        step = pack_step(folder, *key)
+        fits = size + spare <= TOKENS_BYTES
+        step = pack_step(folder, *key, tokens=fits if tokens is None else tokens)
         size += len(step.data) + (len(step.tokens) if tokens else 0)
         spare += 0 if tokens else len(step.tokens)
         if size > MAX_BYTES:
@@ -130,8 +131,6 @@ def _pack(folder: Path, chosen: Sequence[tuple[str, int]], tokens: bool | None) 
             fewer = f"choose fewer steps, e.g. --last {last}" if last else "choose one split with --split"
             without = ", or leave the tokens out with --no-tokens" if tokens else ""
             raise ValueError(f"the page would be larger than {MAX_BYTES // 10**6} MB; {fewer}{without}")
-        if not tokens and size + spare > TOKENS_BYTES:  # they will be left out: free the memory
-            step = step._replace(tokens=b"")
         packed[key] = step
     embedded = size + spare <= TOKENS_BYTES if tokens is None else tokens
     return [packed[key] for key in chosen], embedded and any(step.tokens for step in packed.values())
@@ -153,7 +152,6 @@ def _meta(run: Run, packed: Sequence[Step], tokens: bool) -> dict[str, Any]:
         "algorithm": algorithm,
         "seed": OmegaConf.select(config, "multiturn.seed"),
         "gamma": gamma if isinstance(gamma, int | float) else 1.0,
-        "gamma_known": gamma is not None,
         "failures": len(run.failures),
         "trajectory_fields": TRAJECTORY_FIELDS,
         "turn_fields": TURN_FIELDS,
@@ -169,7 +167,8 @@ def _config(run: Run) -> Any:
     try:
         return OmegaConf.create(run.config)
     except (yaml.YAMLError, TypeError) as error:
-        raise ValueError(f"{run.folder / 'config.yaml'} cannot be read: {error}") from error
+        reason = " ".join(str(error).split())
+        raise ValueError(f"{run.folder / 'config.yaml'} cannot be read: {reason}") from error
 
 
 def _metrics(run: Run) -> dict[int, dict[str, float]]:

@@ -59,8 +59,8 @@ def embeddable(thing: Any) -> bytes:
     return data
 
 
-def pack_step(folder: Path, split: str, step: int) -> Step:
-    """Read and pack one step.
+def pack_step(folder: Path, split: str, step: int, tokens: bool = True) -> Step:
+    """Read and pack one step, with or without its tokens.
 
     Raises:
         ValueError: the file is cut off or no JSON, or a trajectory lacks what places its turns.
@@ -72,15 +72,15 @@ def pack_step(folder: Path, split: str, step: int) -> Step:
             raise ValueError(f"{path}, line {line}: {problem}; it is not a trajectory that can be shown")
     packer = _Packer()
     rows = [packer.trajectory(record) for record in records]
-    tokens = [[packer.turn_tokens(turn) for turn in record["turns"]] for record in records]
-    has_tokens = any(ids or log_probs for turns in tokens for _, ids, log_probs in turns)
+    packed = [[packer.tokens(turn) for turn in record["turns"]] for record in records if tokens]
+    some = any(part is not None for turns in packed for turn in turns for part in turn)
     return Step(
         split=split,
         step=step,
         size=len(records),
         data=embeddable({"strings": list(packer.strings), "trajectories": rows}),
-        tokens=embeddable({"strings": list(packer.ids), "turns": tokens}) if has_tokens else b"",
-        token_ids=frozenset(int(one) for ids in packer.ids for one in ids.split()),
+        tokens=embeddable({"strings": list(packer.ids), "turns": packed}) if some else b"",
+        token_ids=frozenset(packer.used),
         successes=[_flag(record.get("success")) for record in records],
         returns=[float(record["return"]) for record in records],
         valid=list(_valid_shares(records)),
@@ -93,6 +93,7 @@ class _Packer:
     def __init__(self) -> None:
         self.strings: dict[str, int] = {}
         self.ids: dict[str, int] = {}
+        self.used: set[int] = set()  # token ids
         self._anchors: dict[tuple[Any, Any], int] = {}
         self._pack: dict[str, Callable[[Any], Any]] = {
             "text": self._text, "texts": self._texts, "number": _short, "flag": _flag,
@@ -104,14 +105,14 @@ class _Packer:
         row = [self._pack[kind](record.get(name)) for name, kind in TRAJECTORY_FIELDS]
         return [*row, [self._turn(record["group"], turn) for turn in record["turns"]]]
 
-    def turn_tokens(self, turn: Record) -> list[Any]:
+    def tokens(self, turn: Record) -> list[Any]:
         """Number of its prompt_ids, number of its action_ids, its log-probs."""
-        prompt, action = (
-            None if (ids := turn.get(name)) is None else self._id(self.ids, " ".join(map(str, ids)))
-            for name in _TOKENS[:2]
-        )
-        log_probs = turn.get("log_probs")
-        return [prompt, action, log_probs and [one if one is None else round(one, 4) for one in log_probs]]
+        lists = [turn.get(name) for name in _TOKENS]
+        self.used.update(*(ids for ids in lists[:2] if ids is not None))
+        log_probs = None if lists[2] is None else [one and round(one, 4) for one in lists[2]]
+        # as one text, a list that occurs again costs a number: in turn rows prompts repeat much
+        numbers = [ids if ids is None else self._id(self.ids, " ".join(map(str, ids))) for ids in lists[:2]]
+        return [*numbers, log_probs]
 
     def _turn(self, group: str, turn: Record) -> list[Any]:
         anchor = turn.get("anchor")
@@ -168,7 +169,7 @@ def _problem(record: Any) -> str:
 
 
 def _numbers(value: Any) -> bool:
-    return isinstance(value, list) and all(one is None or _is_number(one) for one in value)
+    return isinstance(value, list) and set(map(type, value)) <= {int, float, type(None)}
 
 
 def _is_number(value: Any) -> bool:
@@ -176,7 +177,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _integers(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(one, int) for one in value)
+    return isinstance(value, list) and set(map(type, value)) <= {int}
 
 
 _CHECKS: dict[str, Callable[[Any], bool]] = {

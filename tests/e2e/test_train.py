@@ -98,7 +98,7 @@ def test_recorded_advantages_are_the_algorithms(gigpo):
     run = Run(gigpo[0])
     trajectories = run.trajectories("train", 2)
     recorded = [turn["advantage"] for t in trajectories for turn in t["turns"]]
-    again = advantages("gigpo", to_turns(trajectories), by_std=False, invalid_penalty=0.1)
+    again = advantages("gigpo", to_turns(trajectories), **run.config["multiturn"]["gigpo"])
     assert recorded == pytest.approx(again, abs=1e-5)
     starts = {(t["group"], t["turns"][0]["observation"]) for t in trajectories}
     assert len(starts) == len({t["group"] for t in trajectories}) == 4

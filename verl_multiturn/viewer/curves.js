@@ -5,7 +5,8 @@ const CURVES = [
   ["return", "return, mean", null],
   ["valid", "valid turns", [0, 1]],
 ];
-const H = 132, PAD = { left: 40, right: 10, top: 8, bottom: 20 };
+const H = 132,
+  PAD = { left: 40, right: 10, top: 8, bottom: 20 };
 
 const splitClass = (split) => (split === "train" ? "train" : split === "val" ? "val" : "other");
 
@@ -20,11 +21,16 @@ function drawCurves(state, go, pick) {
   const names = Object.keys(META.metrics.values);
   const figures = charts.map(([label, curve, range]) => [h("span", {}, label), curve, range]);
   if (names.length) {
-    const select = h("select", { id: "metric", "aria-label": "metric", on: { change: (e) => pick(e.target.value) } },
-      names.map((name) => h("option", { value: name, selected: name === state.metric }, name)));
+    const select = h(
+      "select",
+      { id: "metric", "aria-label": "metric", on: { change: (e) => pick(e.target.value) } },
+      names.map((name) => h("option", { value: name, selected: name === state.metric }, name)),
+    );
     figures.push([select, metricCurve(state.metric), null]);
   }
-  $("charts").replaceChildren(...figures.map(([title]) => h("figure", {}, h("figcaption", {}, title, h("output", {})))));
+  $("charts").replaceChildren(
+    ...figures.map(([title]) => h("figure", {}, h("figcaption", {}, title, h("output", {})))),
+  );
   [...$("charts").children].forEach((figure, k) => chart(figure, figures[k][1], figures[k][2], state, go));
 }
 
@@ -38,15 +44,22 @@ function chart(figure, curve, range, state, go) {
   let [y0, y1] = range || extent(all);
   if (x0 === x1) [x0, x1] = [x0 - 1, x1 + 1];
   const X = (x) => PAD.left + ((x - x0) / (x1 - x0)) * (W - PAD.left - PAD.right);
-  const Y = (y) => H - PAD.bottom - ((Math.min(y1, Math.max(y0, y)) - y0) / (y1 - y0)) * (H - PAD.top - PAD.bottom);
+  const Y = (y) =>
+    H - PAD.bottom - ((Math.min(y1, Math.max(y0, y)) - y0) / (y1 - y0)) * (H - PAD.top - PAD.bottom);
   const svg = s("svg", { width: W, height: H, viewBox: `0 0 ${W} ${H}`, role: "img" });
   for (const y of [y0, (y0 + y1) / 2, y1]) {
     svg.append(s("line", { class: "grid", x1: PAD.left, x2: W - PAD.right, y1: Y(y), y2: Y(y) }));
     svg.append(s("text", { x: PAD.left - 5, y: Y(y) + 4, "text-anchor": "end" }, number(y)));
   }
   const middle = Math.round((x0 + x1) / 2);
-  for (const [x, anchor] of [[x0, "start"], [middle, "middle"], [x1, "end"]])
-    svg.append(s("text", { x: X(x), y: H - 5, "text-anchor": anchor }, anchor === "middle" ? `step ${x}` : String(x)));
+  for (const [x, anchor] of [
+    [x0, "start"],
+    [middle, "middle"],
+    [x1, "end"],
+  ])
+    svg.append(
+      s("text", { x: X(x), y: H - 5, "text-anchor": anchor }, anchor === "middle" ? `step ${x}` : String(x)),
+    );
   const cursor = s("line", { class: "cursor", y1: PAD.top, y2: H - PAD.bottom });
   svg.append(cursor);
   for (const split of splits) svg.append(...series(curve[split], splitClass(split), X, Y));
@@ -54,11 +67,21 @@ function chart(figure, curve, range, state, go) {
   const show = (step) => {
     cursor.setAttribute("x1", X(step));
     cursor.setAttribute("x2", X(step));
-    output.replaceChildren(...splits.map((split) => readout(split, curve[split].find((p) => p[0] === step))));
+    output.replaceChildren(
+      ...splits.map((split) =>
+        readout(
+          split,
+          curve[split].find((p) => p[0] === step),
+        ),
+      ),
+    );
   };
   const now = META.steps[state.at].step;
   const stepAt = (event) => {
-    const x = x0 + ((event.clientX - svg.getBoundingClientRect().left - PAD.left) / (W - PAD.left - PAD.right)) * (x1 - x0);
+    const x =
+      x0 +
+      ((event.clientX - svg.getBoundingClientRect().left - PAD.left) / (W - PAD.left - PAD.right)) *
+        (x1 - x0);
     return all.reduce((best, p) => (Math.abs(p[0] - x) < Math.abs(best - x) ? p[0] : best), all[0][0]);
   };
   svg.addEventListener("pointermove", (event) => show(stepAt(event)));
@@ -79,9 +102,12 @@ function series(points, kind, X, Y) {
   const path = (list, y) => list.map((p) => `${X(p[0]).toFixed(1)},${Y(p[y]).toFixed(1)}`).join(" ");
   const parts = [];
   if (kind === "val") {
-    for (const p of whole) parts.push(s("line", { class: `bars ${kind}`, x1: X(p[0]), x2: X(p[0]), y1: Y(p[2]), y2: Y(p[3]) }));
+    for (const p of whole)
+      parts.push(s("line", { class: `bars ${kind}`, x1: X(p[0]), x2: X(p[0]), y1: Y(p[2]), y2: Y(p[3]) }));
   } else if (whole.length > 1) {
-    parts.push(s("polygon", { class: `band ${kind}`, points: `${path(whole, 3)} ${path([...whole].reverse(), 2)}` }));
+    parts.push(
+      s("polygon", { class: `band ${kind}`, points: `${path(whole, 3)} ${path([...whole].reverse(), 2)}` }),
+    );
   }
   parts.push(s("polyline", { class: `line ${kind}`, points: path(points, 1) }));
   if (kind === "val" || points.length === 1)
@@ -91,5 +117,10 @@ function series(points, kind, X, Y) {
 
 function readout(split, point) {
   const interval = point && point[2] !== null ? ` (${number(point[2])} to ${number(point[3])})` : "";
-  return h("div", {}, h("span", { class: `key ${splitClass(split)}` }, `${split} ${point ? number(point[1]) : "–"}`), h("small", {}, interval));
+  return h(
+    "div",
+    {},
+    h("span", { class: `key ${splitClass(split)}` }, `${split} ${point ? number(point[1]) : "–"}`),
+    h("small", {}, interval),
+  );
 }

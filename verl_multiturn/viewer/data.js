@@ -15,7 +15,9 @@ function h(tag, props, ...children) {
     else if (name === "style") for (const [k, v] of Object.entries(value)) element.style.setProperty(k, v);
     else element.setAttribute(name, value === true ? "" : value);
   }
-  element.append(...children.flat().filter((child) => child !== null && child !== undefined && child !== false));
+  element.append(
+    ...children.flat().filter((child) => child !== null && child !== undefined && child !== false),
+  );
   return element;
 }
 
@@ -30,7 +32,10 @@ function s(tag, props, ...children) {
 function number(x, signed) {
   if (x === null || x === undefined) return "–";
   const size = Math.abs(x);
-  let text = size !== 0 && (size < 0.001 || size >= 1e6) ? x.toExponential(2) : String(+x.toFixed(size < 10 ? 3 : size < 1000 ? 2 : 0));
+  let text =
+    size !== 0 && (size < 0.001 || size >= 1e6)
+      ? x.toExponential(2)
+      : String(+x.toFixed(size < 10 ? 3 : size < 1000 ? 2 : 0));
   if (text === "-0") text = "0";
   return (signed && x > 0 ? "+" : "") + text.replace("-", "−");
 }
@@ -82,14 +87,20 @@ function tokensOf(data, at, t) {
   const { strings, turns } = data.readTokens();
   const [prompt, action, logProbs] = turns[at][t];
   const list = (code, probs) =>
-    code === null ? null : strings[code].split(" ").filter(Boolean).map((id, k) => ({ id, text: META.pieces[id], logProb: probs ? probs[k] ?? null : null }));
+    code === null
+      ? null
+      : strings[code]
+          .split(" ")
+          .filter(Boolean)
+          .map((id, k) => ({ id, text: META.pieces[id], logProb: probs ? (probs[k] ?? null) : null }));
   return { prompt: list(prompt, null), action: list(action, logProbs) };
 }
 
 // G_t = r_t + γ G_{t+1}, of the recorded rewards
 function returnsToGo(trajectory, gamma) {
   const G = new Array(trajectory.turns.length);
-  for (let t = G.length - 1, after = 0; t >= 0; t--) after = G[t] = trajectory.turns[t].reward + gamma * after;
+  for (let t = G.length - 1, after = 0; t >= 0; t--)
+    after = G[t] = trajectory.turns[t].reward + gamma * after;
   return G;
 }
 

@@ -1,24 +1,49 @@
-// One trajectory, turn by turn; beside it its group, and the turns that started from the same state.
+// One trajectory, turn by turn.
 
 const LONG = 700; // characters of a prompt that are shown without asking
 
 function drawReader(state, data, one, openTurn) {
-  if (!one) return $("reader").replaceChildren(h("p", { class: "absent" }, "No trajectory matches the filters."));
+  if (!one)
+    return $("reader").replaceChildren(h("p", { class: "absent" }, "No trajectory matches the filters."));
   const [, word, mood] = outcome(one);
-  const ended = one.truncated ? `cut off${one.truncation ? ` (${one.truncation})` : ""}` : one.terminated ? "terminated" : null;
+  const ended = one.truncated
+    ? `cut off${one.truncation ? ` (${one.truncation})` : ""}`
+    : one.terminated
+      ? "terminated"
+      : null;
   const facts = [
-    ["return", number(one.return)], ["turns", one.turns.length], ["task", one.task], ["type", one.task_type], ["seed", one.seed === one.task ? null : one.seed],
-    ["dynamics seed", one.dynamics_seed], ["seconds", one.seconds === null ? null : number(one.seconds)], ["environment", one.env === META.env ? null : one.env],
+    ["return", number(one.return)],
+    ["turns", one.turns.length],
+    ["task", one.task],
+    ["type", one.task_type],
+    ["seed", one.seed === one.task ? null : one.seed],
+    ["dynamics seed", one.dynamics_seed],
+    ["seconds", one.seconds === null ? null : number(one.seconds)],
+    ["environment", one.env === META.env ? null : one.env],
   ].filter(([, value]) => value !== null);
   $("reader").replaceChildren(
-    h("div", { class: "top" },
-      h("h2", { id: "shown", data: { group: one.group, trajectory: one.trajectory } }, `Trajectory ${one.trajectory}`),
+    h(
+      "div",
+      { class: "top" },
+      h(
+        "h2",
+        { id: "shown", data: { group: one.group, trajectory: one.trajectory } },
+        `Trajectory ${one.trajectory}`,
+      ),
       h("span", { class: `badge ${mood}` }, word),
       ended && h("span", { class: one.truncated ? "badge warn" : "badge" }, ended),
-      h("code", { class: "uid" }, `group ${one.group}`)),
-    h("dl", { class: "facts" }, facts.map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, String(value))))),
-    one.instruction && h("details", { class: "text" }, h("summary", {}, "instruction"), h("pre", {}, one.instruction)) || "",
-    ...turnsOf(state, data, one, openTurn));
+      h("code", { class: "uid" }, `group ${one.group}`),
+    ),
+    h(
+      "dl",
+      { class: "facts" },
+      facts.map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, String(value)))),
+    ),
+    (one.instruction &&
+      h("details", { class: "text" }, h("summary", {}, "instruction"), h("pre", {}, one.instruction))) ||
+      "",
+    ...turnsOf(state, data, one, openTurn),
+  );
 }
 
 function turnsOf(state, data, one, openTurn) {
@@ -26,40 +51,95 @@ function turnsOf(state, data, one, openTurn) {
   return one.turns.map((turn, t) => {
     const tokens = state.tokens ? tokensOf(data, one.at, t) : null;
     const members = turn.anchor === null ? [] : data.anchors.get(turn.anchor);
-    return h("section", { class: t === state.turn ? "turn current" : "turn", id: `turn-${t}` },
-      h("div", { class: "turn-head" },
+    return h(
+      "section",
+      { class: t === state.turn ? "turn current" : "turn", id: `turn-${t}` },
+      h(
+        "div",
+        { class: "turn-head" },
         h("h3", {}, `turn ${turn.index}`),
-        turn.valid === null ? null : h("span", { class: turn.valid ? "badge" : "badge bad" }, turn.valid ? "valid" : "not valid"),
-        h("span", { class: "actions" }, (turn.actions || []).map((action) => h("code", { class: "action" }, action))),
-        members.length > 0 && h("button", { class: "anchor", data: { anchor: turn.anchor }, on: { click: () => openTurn(t) } },
-          `same state: ${plural(members.length, "turn")}`)),
-      h("div", { class: "credit" },
-        quantity("r", number(turn.reward), "reward r_t"), quantity("G", number(G[t]), `return-to-go, γ = ${state.gamma}`),
+        turn.valid === null
+          ? null
+          : h("span", { class: turn.valid ? "badge" : "badge bad" }, turn.valid ? "valid" : "not valid"),
+        h(
+          "span",
+          { class: "actions" },
+          (turn.actions || []).map((action) => h("code", { class: "action" }, action)),
+        ),
+        members.length > 0 &&
+          h(
+            "button",
+            { class: "anchor", data: { anchor: turn.anchor }, on: { click: () => openTurn(t) } },
+            `same state: ${plural(members.length, "turn")}`,
+          ),
+      ),
+      h(
+        "div",
+        { class: "credit" },
+        quantity("r", number(turn.reward), "reward r_t"),
+        quantity("G", number(G[t]), `return-to-go, γ = ${state.gamma}`),
         turn.value === null ? null : quantity("V", number(turn.value), "value of the state before the turn"),
         quantity("A", turn.advantage === null ? "absent" : number(turn.advantage, true), "advantage"),
-        turn.advantage === null ? null : bar(turn.advantage, data.scale)),
-      seen(turn, tokens), utterance(turn, tokens, state.split), footer(turn));
+        turn.advantage === null ? null : bar(turn.advantage, data.scale),
+      ),
+      seen(turn, tokens),
+      utterance(turn, tokens, state.split),
+      footer(turn),
+    );
   });
 }
 
-const quantity = (name, value, title) => h("span", { class: "quantity", title }, h("i", {}, name), " ", h("b", {}, value));
+const quantity = (name, value, title) =>
+  h("span", { class: "quantity", title }, h("i", {}, name), " ", h("b", {}, value));
 
 // A diverging bar: its middle is 0, its ends the largest |A| of the step.
 function bar(value, scale) {
-  const share = scale ? Math.abs(value) / scale * 50 : 0;
-  return h("span", { class: "bar", role: "img", "aria-label": `advantage ${number(value, true)}`, title: `the ends are ±${number(scale)}, the largest advantage of the step` },
-    h("span", { class: value < 0 ? "fill minus" : "fill plus", style: { width: `${share}%`, left: `${value < 0 ? 50 - share : 50}%` } }));
+  const share = scale ? (Math.abs(value) / scale) * 50 : 0;
+  return h(
+    "span",
+    {
+      class: "bar",
+      role: "img",
+      "aria-label": `advantage ${number(value, true)}`,
+      title: `the ends are ±${number(scale)}, the largest advantage of the step`,
+    },
+    h("span", {
+      class: value < 0 ? "fill minus" : "fill plus",
+      style: { width: `${share}%`, left: `${value < 0 ? 50 - share : 50}%` },
+    }),
+  );
 }
 
 function seen(turn, tokens) {
   const blocks = [];
   const same = turn.prompt !== null && turn.prompt.trim() === (turn.observation || "").trim();
   if (turn.observation !== null)
-    blocks.push(h("div", { class: "text" }, h("h4", {}, same ? "observation = prompt" : "observation"), h("pre", {}, turn.observation)));
+    blocks.push(
+      h(
+        "div",
+        { class: "text" },
+        h("h4", {}, same ? "observation = prompt" : "observation"),
+        h("pre", {}, turn.observation),
+      ),
+    );
   if (turn.prompt !== null && !same)
-    blocks.push(h("details", { class: "text", open: turn.prompt.length <= LONG }, h("summary", {}, `prompt, ${plural(turn.prompt.length, "character")}`), h("pre", {}, turn.prompt)));
+    blocks.push(
+      h(
+        "details",
+        { class: "text", open: turn.prompt.length <= LONG },
+        h("summary", {}, `prompt, ${plural(turn.prompt.length, "character")}`),
+        h("pre", {}, turn.prompt),
+      ),
+    );
   if (tokens && tokens.prompt)
-    blocks.push(h("details", { class: "text" }, h("summary", {}, `${plural(tokens.prompt.length, "prompt token")}`), h("pre", {}, tokens.prompt.map(chip))));
+    blocks.push(
+      h(
+        "details",
+        { class: "text" },
+        h("summary", {}, `${plural(tokens.prompt.length, "prompt token")}`),
+        h("pre", {}, tokens.prompt.map(chip)),
+      ),
+    );
   return blocks.length ? blocks : [h("p", { class: "absent" }, "observation and prompt not recorded")];
 }
 
@@ -67,8 +147,17 @@ function seen(turn, tokens) {
 function utterance(turn, tokens, split) {
   const written = tokens && tokens.action;
   if (!written && turn.text === null) return h("p", { class: "absent" }, "utterance not recorded");
-  const title = ["utterance", split === "val" ? "" : ", trained", written ? `, ${plural(written.length, "token")}` : ""].join("");
-  return h("div", { class: "text said" }, h("h4", {}, title), h("pre", {}, written ? written.map(chip) : h("mark", {}, turn.text)));
+  const title = [
+    "utterance",
+    split === "val" ? "" : ", trained",
+    written ? `, ${plural(written.length, "token")}` : "",
+  ].join("");
+  return h(
+    "div",
+    { class: "text said" },
+    h("h4", {}, title),
+    h("pre", {}, written ? written.map(chip) : h("mark", {}, turn.text)),
+  );
 }
 
 // The less probable, the stronger its colour; without a tokenizer the id stands for the text.
@@ -76,55 +165,28 @@ function chip(token) {
   const surprise = token.logProb === null ? 0 : Math.min(1, -token.logProb / 3);
   const text = token.text === undefined ? token.id : token.text.replaceAll("\n", "⏎\n") || "∅";
   const p = token.logProb === null ? "" : `, log-prob ${token.logProb}, p ${number(Math.exp(token.logProb))}`;
-  return h("span", { class: token.text === undefined ? "token bare" : "token", title: `id ${token.id}${p}`, style: { "--surprise": surprise } }, text);
+  return h(
+    "span",
+    {
+      class: token.text === undefined ? "token bare" : "token",
+      title: `id ${token.id}${p}`,
+      style: { "--surprise": surprise },
+    },
+    text,
+  );
 }
 
 function footer(turn) {
   const seconds = (name, x) => x !== null && `${name} ${number(x)} s`;
-  const extra = Object.entries(turn.extra || {}).map(([name, value]) => `${name.replaceAll("_", " ")} ${value}`);
+  const extra = Object.entries(turn.extra || {}).map(
+    ([name, value]) => `${name.replaceAll("_", " ")} ${value}`,
+  );
   const parts = [
-    turn.row !== null && `row ${turn.row}`, turn.span && `span ${turn.span[0]} to ${turn.span[1]}`,
-    seconds("generated in", turn.generate_seconds), seconds("environment", turn.env_seconds), ...extra,
+    turn.row !== null && `row ${turn.row}`,
+    turn.span && `span ${turn.span[0]} to ${turn.span[1]}`,
+    seconds("generated in", turn.generate_seconds),
+    seconds("environment", turn.env_seconds),
+    ...extra,
   ].filter(Boolean);
   return parts.length ? h("p", { class: "foot" }, parts.join(" · ")) : null;
-}
-
-function drawSide(state, data, one, goTo) {
-  if (!one) return $("side").replaceChildren();
-  const group = data.groups.get(one.group);
-  const returns = group.map((member) => member.return);
-  const mean = returns.reduce((a, b) => a + b, 0) / group.length;
-  const flat = group.length > 1 && returns.every((x) => x === returns[0]);
-  const head = h("tr", {}, ["", "no.", "return", "turns", ""].map((name) => h("th", {}, name)));
-  const rows = group.map((member) => {
-    const [sign, word, mood] = outcome(member);
-    return row(member === one, () => goTo(member, null), { trajectory: member.trajectory },
-      [h("span", { class: mood, title: word }, sign), String(member.trajectory), number(member.return), String(member.turns.length),
-        member.truncated ? h("span", { class: "warn", title: `cut off: ${member.truncation || "yes"}` }, "cut") : ""]);
-  });
-  $("side").replaceChildren(
-    h("h2", {}, `Group, ${plural(group.length, "trajectory").replace("trajectorys", "trajectories")}`),
-    h("p", {}, `mean return ${number(mean)}`, flat ? "; all equal: no signal between trajectories" : ""),
-    h("table", { id: "group" }, head, rows), ...anchorPanel(state, data, one, goTo));
-}
-
-function anchorPanel(state, data, one, goTo) {
-  const turn = one.turns[state.turn ?? 0];
-  if (!turn || turn.anchor === null) return [h("h2", {}, "Anchor group"), h("p", { class: "absent" }, "this turn has no anchor")];
-  const members = data.anchors.get(turn.anchor);
-  const head = h("tr", {}, ["no.", "t", "action", "G", "A"].map((name) => h("th", {}, name)));
-  const rows = members.map(([member, t]) => {
-    const other = member.turns[t];
-    const advantage = h("span", { class: other.advantage < 0 ? "minus" : "plus" }, number(other.advantage, true));
-    return row(member === one && t === (state.turn ?? 0), () => goTo(member, t), { trajectory: member.trajectory, turn: other.index },
-      [String(member.trajectory), String(other.index), h("code", {}, (other.actions || []).join(" | ") || "–"),
-        number(returnsToGo(member, state.gamma)[t]), advantage]);
-  });
-  const note = members.length === 1 ? "Only this turn started from this state." : `${plural(members.length, "turn")} of the group started from the state of turn ${turn.index}.`;
-  return [h("h2", {}, `Anchor group ${turn.anchor}`), h("p", {}, note), h("table", { id: "anchors", data: { anchor: turn.anchor } }, head, rows)];
-}
-
-function row(current, act, data, cells) {
-  const press = (event) => { if (event.key === "Enter") act(); };
-  return h("tr", { class: current ? "current" : null, "aria-current": current ? "true" : null, tabindex: 0, data, on: { click: act, keydown: press } }, cells.map((cell) => h("td", {}, cell)));
 }

@@ -1,0 +1,101 @@
+"""Finds the Hugging Face model in what a user names: a model folder, a checkpoint of verl, a run.
+
+FSDP shards are merged with verl's own merger, once, into `merged/` beside them.
+"""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from omegaconf import OmegaConf
+
+from verl_multiturn.run_files import missing_parts
+
+SHARDS = "model_world_size_*_rank_*.pt"
+LATEST = "latest_checkpointed_iteration.txt"  # verl's
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a name leads to."""
+
+    path: str  # of a Hugging Face model, or the name itself
+    shards: Path | None = None  # verl's checkpoint, to be merged first
+    step: int = 0  # of training
+    run: Path | None = None  # the recorded run it was trained in
+
+
+def find(name: str) -> Found:
+    """Look at a folder; what is none is left to transformers, which knows names of a hub.
+
+    Raises:
+        ValueError: a folder without a model, a run without a checkpoint, a path that leads nowhere.
+    """
+    folder = Path(name).expanduser()
+    if not folder.is_dir():
+        if folder.is_absolute() or name.startswith((".", "~")) or folder.exists():
+            raise ValueError(f"no model folder {folder}")
+        return Found(name)
+    if (folder / "config.json").exists():
+        return Found(str(folder), step=_step(folder), run=_run(folder))
+    if not missing_parts(folder):
+        folder = _latest(folder)
+    for place in (folder, folder / "actor"):
+        if any(place.glob(SHARDS)):
+            beside = place.parent if place.name == "actor" else place
+            return Found(str(beside / "merged"), place, _step(place), _run(place))
+    raise ValueError(
+        f"{folder} has no model: neither config.json (Hugging Face) nor {SHARDS} (a checkpoint of verl)"
+    )
+
+
+def merged(found: Found) -> str:
+    """The folder of the model, merged now if it has not been, or if the shards are newer.
+
+    Raises:
+        ValueError: verl's merger cannot merge it; says why.
+    """
+    if found.shards is None:
+        return found.path
+    target, newest = Path(found.path), max(file.stat().st_mtime for file in found.shards.glob(SHARDS))
+    if (target / "config.json").exists() and target.stat().st_mtime >= newest:
+        return found.path
+    draft = target.with_name(f"merged.{os.getpid()}.part")
+    command = [sys.executable, "-m", "verl.model_merger", "merge", "--backend", "fsdp"]
+    command += ["--local_dir", str(found.shards), "--target_dir", str(draft)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            why = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+            raise ValueError(f"verl cannot merge the checkpoint {found.shards}: {why}")
+        shutil.rmtree(target, ignore_errors=True)
+        draft.replace(target)
+        os.utime(target)  # it counts as merged now, whenever its files were written
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+    return found.path
+
+
+def _latest(run: Path) -> Path:
+    """Folder of the latest checkpoint of a recorded run, which may keep them elsewhere."""
+    places = [run / "checkpoints"]
+    if (run / "config.yaml").exists():
+        given = OmegaConf.select(OmegaConf.load(run / "config.yaml"), "trainer.default_local_dir")
+        places += [Path(given)] if given else []
+    for place in places:
+        if (place / LATEST).exists():
+            return place / f"global_step_{(place / LATEST).read_text().strip()}"
+    raise ValueError(f"the run {run} has no checkpoint: train with trainer.save_freq=10 or so")
+
+
+def _step(folder: Path) -> int:
+    found = re.search(r"global_step_(\d+)", str(folder.absolute()))
+    return int(found.group(1)) if found else 0
+
+
+def _run(folder: Path) -> Path | None:
+    return next((one for one in folder.absolute().parents if not missing_parts(one)), None)

@@ -1,0 +1,154 @@
+"""The command eval: how well a model plays a panel. Registered in `cli`."""
+
+import sys
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+PACE = 5.0  # seconds between two lines of progress, where they do not replace each other
+
+
+def evaluate(
+    model: Annotated[
+        str,
+        typer.Argument(
+            help="Hugging Face folder, checkpoint of verl, run folder (its latest), or http://host:port/v1#name."
+        ),
+    ],
+    settings: Annotated[
+        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Overrides of the run or recipe.")
+    ] = None,
+    env: Annotated[
+        str | None, typer.Option(help="Environment; default: the panel's, run's, recipe's.")
+    ] = None,
+    panel: Annotated[
+        str | None, typer.Option(help="Name or file; default: the run's or recipe's test panel.")
+    ] = None,
+    recipe: Annotated[str | None, typer.Option(help="Recipe whose prompts and limits are used.")] = None,
+    run: Annotated[
+        Path | None, typer.Option(help="Recorded run whose prompts are used; default: the checkpoint's.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="New folder of the record; default: in runs/.")] = None,
+    samples: Annotated[int, typer.Option(min=1, help="Episodes for each task.")] = 1,
+    limit: Annotated[int | None, typer.Option(min=1, help="Only the first tasks of the panel.")] = None,
+    temperature: Annotated[
+        float | None, typer.Option(min=0.0, help="0: greedy; default: that of validation.")
+    ] = None,
+    concurrency: Annotated[
+        int | None, typer.Option(min=1, help="Episodes at a time; default: 64, endpoint 16.")
+    ] = None,
+) -> None:
+    """Play a panel with a model and record it: success with its 95 % interval, return, turns."""
+    from verl_multiturn.eval_records import table
+    from verl_multiturn.report import print_table
+
+    playing = _prepared(
+        model, (env, panel, recipe, run, settings or []), limit, temperature, out, samples, concurrency
+    )
+    chosen, folder = playing.panel, playing.folder
+    typer.echo(f"{model} on {chosen.name}: {len(chosen.tasks)} tasks x {samples}, recording to {folder}")
+    playing.run()
+    print_table(table(_label(model, playing.step), playing.records))
+    if failed := playing.progress.failed:
+        typer.echo(f"{failed} episodes failed and do not count: see {folder}/failures.jsonl")
+
+
+class Ticker:
+    """Shows progress on one line of a terminal, or as a line now and then."""
+
+    def __init__(self) -> None:
+        self._last, self._replaces = time.perf_counter(), sys.stderr.isatty()
+
+    def __call__(self, progress: Any) -> None:
+        """Show it, if it is time."""
+        now, over = time.perf_counter(), progress.done + progress.failed == progress.total
+        if over or now - self._last > (0.2 if self._replaces else PACE):
+            self._last = now
+            start, end = ("\r\033[K", "\n" if over else "") if self._replaces else ("", "\n")
+            sys.stderr.write(f"{start}{progress}{end}")
+            sys.stderr.flush()
+
+
+def _label(model: str, step: int) -> str:
+    """A name short enough for a table."""
+    name = model.rpartition("#")[2].rstrip("/").rpartition("/")[2]
+    return f"step {step}" if step else name
+
+
+def _prepared(
+    model: str,
+    source: tuple[Any, ...],
+    limit: int | None,
+    temperature: float | None,
+    out: Path | None,
+    samples: int,
+    concurrency: int | None,
+) -> Any:
+    """The evaluation to run; what is quickly refused is refused before a model is merged or loaded."""
+    from dataclasses import replace
+
+    from verl_multiturn.checkpoints import Found, find
+    from verl_multiturn.compose import plain
+    from verl_multiturn.eval_records import choose_panel, free_folder
+    from verl_multiturn.evaluate import Evaluation, check_new
+
+    remote = "://" in model
+    # "small": the model of a recipe with hardware=cpu
+    found = Found(model) if remote or model == "small" else find(model)
+    env, panel, recipe, run, settings = source
+    run = run or (None if recipe else found.run)
+    config, chosen = _configured(env, panel, recipe, run, settings)
+    chosen = chosen or choose_panel(config, run=run)
+    chosen = replace(chosen, tasks=chosen.tasks[:limit])
+    sampling = plain(config.actor_rollout_ref.rollout.val_kwargs)
+    sampling |= {} if temperature is None else {"temperature": temperature, "do_sample": temperature > 0}
+    check_new(folder := out or free_folder(chosen))
+    about = {"model": model, "samples": samples, "tasks": len(chosen.tasks), "sampling": sampling}
+    return Evaluation(
+        config=config,
+        panel=chosen,
+        model=_model(found, remote, config, sampling),
+        folder=folder,
+        step=found.step,
+        samples=samples,
+        concurrency=concurrency or (16 if remote else 64),
+        about=about | {"panel": chosen.name, "panel_fingerprint": chosen.fingerprint},
+        tell=Ticker(),
+    )
+
+
+def _configured(
+    env: str | None, panel: str | None, recipe: str | None, run: Path | None, settings: list[str]
+) -> tuple[Any, Any]:
+    """The configuration, and the panel if one was named: its tasks bring their environment."""
+    from verl_multiturn.panel import load_panel
+    from verl_multiturn.play_settings import check_panel
+    from verl_multiturn.play_settings import settings as of
+
+    if env and ".py" in env:  # the record is read from other folders, too
+        file, _, name = env.partition(":")
+        env = f"{Path(file).resolve()}:{name}" if name else str(Path(file).resolve())
+    if panel is None:
+        return of(env, None, recipe, run, settings), None
+    chosen = load_panel(panel)
+    check_panel(chosen, env, {})
+    config = of(chosen.env, None, recipe, run, settings)
+    config.multiturn.env_kwargs = dict(chosen.kwargs)  # its tasks are others with any other keywords
+    return config, chosen
+
+
+def _model(found: Any, remote: bool, config: Any, sampling: dict[str, Any]) -> Any:
+    from omegaconf import OmegaConf
+
+    if remote:
+        from verl_multiturn.endpoint import Endpoint
+
+        return Endpoint(found.path, sampling)
+    from verl_multiturn.checkpoints import merged
+    from verl_multiturn.play_settings import model_folder
+    from verl_multiturn.samplers import Sampler
+
+    template = OmegaConf.select(config, "actor_rollout_ref.model.custom_chat_template")
+    return Sampler(model_folder(config, merged(found)), sampling, template)

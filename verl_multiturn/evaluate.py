@@ -1,0 +1,227 @@
+"""Plays a panel with a model, as validation would: the same prompts, parsing, limits and chances.
+
+The outcome is a recorded run with the split "eval", so that whatever reads runs reads it.
+"""
+
+import asyncio
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from omegaconf import DictConfig
+
+from verl_multiturn import metrics
+from verl_multiturn.compose import plain
+from verl_multiturn.env import derive_seed
+from verl_multiturn.eval_records import SPLIT, to_record
+from verl_multiturn.panel import Panel
+from verl_multiturn.rollout.episode import Episode, Sample, Task
+from verl_multiturn.rollout.layouts import LAYOUTS
+from verl_multiturn.run_files import Record
+from verl_multiturn.runs import RunWriter
+
+VERIFIED = 64  # tasks of a panel that are compared with the environment before anything is played
+
+
+class Model(Protocol):
+    """What plays: `samplers.Sampler` or `endpoint.Endpoint`."""
+
+    token_ids: bool
+    eos: int | None
+
+    def chat(self, **template_kwargs: Any) -> Any:
+        """A `rollout.layouts.Chat`."""
+        ...
+
+    def decode(self, ids: list[int]) -> str:
+        """The text of an utterance."""
+        ...
+
+    def player(self) -> AbstractContextManager[None]:
+        """Held by a coroutine as long as it plays episodes."""
+        ...
+
+    async def __call__(self, prompt_ids: list[int], max_tokens: int, seed: int | None) -> Sample:
+        """Sample one utterance."""
+        ...
+
+    async def close(self) -> None:
+        """Free what was opened."""
+        ...
+
+
+@dataclass
+class Progress:
+    """How far an evaluation is."""
+
+    total: int
+    done: int = 0  # played to the end
+    failed: int = 0
+    wins: int = 0
+    started: float = field(default_factory=time.perf_counter)
+
+    def __str__(self) -> str:
+        """One line: episodes, success so far, rate, time left."""
+        over = self.done + self.failed
+        rate = over / max(1e-9, time.perf_counter() - self.started)
+        left = f"{(self.total - over) / rate:.0f} s" if over else "?"
+        won = f"{100 * self.wins / self.done:.1f} %" if self.done else "-"
+        lost = f", {self.failed} failed" if self.failed else ""
+        return f"{over}/{self.total} episodes{lost}, success {won}, {rate:.1f}/s, ETA {left}"
+
+
+@dataclass
+class Evaluation:
+    """Plays and records; `records` are the finished episodes, in the order of panel and sample.
+
+    Args:
+        config: whose prompts, formats and limits are used; `multiturn.env` is the panel's.
+        panel: the tasks.
+        model: what answers.
+        folder: where to record; must not exist, or be empty.
+        step: of training, the model's.
+        samples: episodes for each task.
+        concurrency: episodes at a time.
+        about: goes into the recorded configuration, under `eval`.
+        tell: called after every episode.
+
+    Raises:
+        ValueError: the folder holds something, or the panel no longer fits its environment.
+    """
+
+    config: DictConfig
+    panel: Panel
+    model: Model
+    folder: Path
+    step: int = 0
+    samples: int = 1
+    concurrency: int = 64
+    about: dict[str, Any] = field(default_factory=dict)
+    tell: Callable[[Progress], None] = lambda progress: None
+
+    def __post_init__(self) -> None:
+        check_new(self.folder)
+        if not self.panel.tasks:
+            raise ValueError(f"panel {self.panel.name} has no tasks")
+        wanted = (self.config.multiturn.env, plain(self.config.multiturn.env_kwargs))
+        if wanted != (self.panel.env, dict(self.panel.kwargs)):
+            raise ValueError(
+                f"panel {self.panel.name} is of {self.panel.env} with {dict(self.panel.kwargs)}, not of "
+                f"{wanted[0]} with {wanted[1]}"
+            )
+        self.panel.verify(VERIFIED)
+        from verl_multiturn.rollout.loop import Rollout  # imports verl, which takes seconds
+
+        self.rollout = Rollout.of(self.config)
+        kwargs = plain(self.config.data).get("apply_chat_template_kwargs") or {}
+        self.chat = self.model.chat(**kwargs)
+        self._played: dict[tuple[int, int], Record] = {}
+        self.progress = Progress(len(self.panel.tasks) * self.samples)
+
+    @property
+    def records(self) -> list[Record]:
+        """Recorded trajectories (schema in `verl_multiturn.runs`)."""
+        return [self._played[key] for key in sorted(self._played)]
+
+    def run(self) -> None:
+        """Play everything; what was played when something stops it is recorded as well."""
+        (self.folder / "panels").mkdir(parents=True)
+        self.panel.save(self.folder / "panels" / f"{SPLIT}.json")
+        with RunWriter(self.folder, plain(self.config) | {"eval": self.about}) as self.writer:
+            try:
+                asyncio.run(self._play_all())
+            finally:
+                found = metrics.of_validation(self.records, self.progress.total)
+                renamed = {name.replace("val/", f"{SPLIT}/", 1): value for name, value in found.items()}
+                self.writer.metrics(self.step, renamed)
+                self.writer.trajectories(SPLIT, self.step, self.records)
+        if not self._played:
+            raise ValueError(f"all {self.progress.failed} episodes failed: see {self.folder}/failures.jsonl")
+
+    async def _play_all(self) -> None:
+        jobs = ((n, sample) for n in range(len(self.panel.tasks)) for sample in range(self.samples))
+        try:
+            async with asyncio.TaskGroup() as group:
+                for _ in range(min(self.concurrency, self.progress.total)):
+                    group.create_task(self._player(jobs))
+        except BaseExceptionGroup as errors:  # one reason is enough: the players share what failed
+            raise errors.exceptions[0] from None
+        finally:
+            await self.model.close()
+            self.rollout.pool.close()
+
+    async def _player(self, jobs: Iterator[tuple[int, int]]) -> None:
+        with self.model.player():
+            for n, sample in jobs:
+                await self._play(n, sample)
+                self.tell(self.progress)
+
+    async def _play(self, n: int, sample: int) -> None:
+        from verl_multiturn.endpoint import Refused
+        from verl_multiturn.rollout.pool import EnvironmentFailure
+        from verl_multiturn.rollout.prompts import PromptTooLong
+
+        episode = self._episode(n, sample)
+        try:
+            trajectory = await episode.play()
+        # These cost one episode; anything else would fail them all.
+        except (EnvironmentFailure, PromptTooLong, Refused) as error:
+            self.progress.failed += 1
+            self.writer.failure(self._failure(episode, error))
+            return
+        record = to_record(trajectory, self.rollout.settings["row"], self.step, self.model.token_ids)
+        self._played[n, sample] = record
+        self.progress.done += 1
+        self.progress.wins += bool(trajectory.success)
+
+    def _episode(self, n: int, sample: int) -> Episode:
+        task, shared = self.panel.tasks[n], self.rollout
+        settings = shared.settings
+        layout = LAYOUTS[settings["row"]]
+        return Episode(
+            env_name=settings["env"],
+            env_kwargs=settings["env_kwargs"],
+            task=Task(
+                id=task.id,
+                group=str(task.id),
+                sample=sample,
+                # The chances of a validation of this run.
+                dynamics_seed=derive_seed(task.id, sample),
+                sampling_seed=derive_seed(settings["seed"], task.id, sample),
+                content=task.hash,
+                type=task.type,
+            ),
+            layout=layout(shared.policy, self.chat, shared.limits, self.model.eos),
+            form=shared.form,
+            limits=shared.limits,
+            pool=shared.pool,
+            generate=self.model,
+            decode=self.model.decode,
+            anchor=settings["anchor"],
+        )
+
+    def _failure(self, episode: Episode, error: Exception) -> Record:
+        return {
+            "time": time.time(),
+            "split": SPLIT,
+            "step": self.step,
+            "task": episode.task.id,
+            "trajectory": episode.task.sample,
+            "turn": len(episode.turns),
+            "error": str(error),
+            "traceback": "".join(traceback.format_exception(error)),
+        }
+
+
+def check_new(folder: Path) -> None:
+    """Refuse a folder that holds something.
+
+    Raises:
+        ValueError: it does.
+    """
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ValueError(f"{folder} exists: nothing is overwritten, choose another --out")
