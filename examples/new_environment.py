@@ -5,8 +5,7 @@ Check it, play it, train on it:
     verl-multiturn check-env examples/new_environment.py:GuessNumber
     python examples/play.py examples/new_environment.py:GuessNumber
     bash recipes/gigpo_frozenlake.sh hardware=cpu multiturn.env=examples/new_environment.py:GuessNumber \
-        multiturn.train='{first_seed: 100, size: 12}' multiturn.val='{first_seed: 0, size: 4}' \
-        multiturn.test=null
+        multiturn.val='{first_seed: 0, size: 4}' multiturn.test=null data.train_batch_size=8
 
 Description:
     The environment thinks of a number; each guess is answered with "higher" or "lower".

@@ -136,9 +136,9 @@ REFUSED = {
         ["+multiturn.env_kwargs.sise=4", *FEW], "unknown keyword of frozen_lake 'sise'", "mean 'size'?"
     ),
     "value of the environment": (["+multiturn.env_kwargs.size=1", *FEW], "needs size >= 2"),
-    "too many tasks": (
+    "too few tasks": (
         ["multiturn.env=bandit", "multiturn.val=bandit-val", "multiturn.test=bandit-test"],
-        "bandit with {} has only", "distinct tasks for split 'train', not 4096",
+        "bandit has 24 training tasks", "data.train_batch_size=32: lower it",
     ),
 }  # fmt: skip
 

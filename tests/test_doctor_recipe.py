@@ -143,9 +143,9 @@ def test_what_verl_would_only_say_after_the_first_rollout(overrides, name, said)
     assert line.status == "FAIL" and said in line.text
 
 
-def test_panels_too_small_for_a_batch():
-    config = composed(CPU, "multiturn.train.size=8", "multiturn.test=null").config
-    assert "exceeds the 8 training tasks" in failed(doctor_recipe.panels(config, {}))[0]
+def test_panels_that_main_would_refuse():
+    report = examine(LAKE, [CPU, "multiturn.train.size=8", "multiturn.test=null"], imports=False)
+    assert any("8 training tasks" in text for text in failed(report.lines))
 
 
 def test_where_the_small_model_is_kept(monkeypatch, tmp_path):

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 from typer.testing import CliRunner
 
-from verl_multiturn import checkpoints
+from verl_multiturn import checkpoints, endpoint
 from verl_multiturn.checkpoints import Found, find
 from verl_multiturn.cli import app
 from verl_multiturn.runs import Run, RunWriter, to_turns
@@ -19,7 +19,7 @@ from verl_multiturn.runs import Run, RunWriter, to_turns
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 pytest.importorskip("verl")
-endpoint = pytest.importorskip("verl_multiturn.endpoint")
+pytest.importorskip("httpx")
 
 # The prompts of the small model; the defaults are for chat models.
 PLAIN = (
@@ -478,6 +478,7 @@ def test_what_was_played_before_an_end_is_recorded(serve, tmp_path):
     sentence(serve.address, *arguments, started=True)
     recorded = Run(out).trajectories("eval", 0)
     assert 0 < len(recorded) < 64
+    assert Run(out).metrics.loc[0, "eval/episodes"] == len(recorded)
 
 
 def test_chats_survive_as_ids():

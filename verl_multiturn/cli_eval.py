@@ -74,7 +74,7 @@ class Ticker:
 def _label(model: str, step: int) -> str:
     """A name short enough for a table."""
     name = model.rpartition("#")[2].rstrip("/").rpartition("/")[2]
-    return f"step {step}" if step else name
+    return f"step {step}" if step else name if len(name) <= 20 else f"{name[:19]}…"
 
 
 def _prepared(

@@ -19,6 +19,7 @@ from verl_multiturn.recipes_index import list_recipes, recipes_dir
 
 CONFIG = Path(__file__).parent / "config"
 REQUIRED = ("multiturn.env", "actor_rollout_ref.model.path")
+FREE = ("multiturn.env_kwargs", "multiturn.keywords")  # their keys are the environment's, the algorithm's
 
 
 def plain(config: DictConfig) -> dict[str, Any]:
@@ -34,7 +35,9 @@ def compose(recipe: str, overrides: list[str]) -> DictConfig:
     """
     if recipe not in ("multiturn", *list_recipes()):
         raise unknown("recipe", recipe, list_recipes(), "Recipes are the YAML files in recipes/.")
-    config = _hydra(recipe, overrides)
+    # Hydra lets an override set only keys that exist, unless it starts with ++.
+    free = tuple(f"{name}{end}" for name in FREE for end in ("=", "."))
+    config = _hydra(recipe, [f"++{one}" if one.startswith(free) else one for one in overrides])
     if missing := [name for name in REQUIRED if OmegaConf.select(config, name) is None]:
         raise ValueError(f"{' and '.join(missing)} must be set, e.g. {missing[0]}=...")
     if recipe != "multiturn":

@@ -200,13 +200,6 @@ def panels(config: DictConfig, into: dict[str, Panel]) -> list[Line]:
     shared = config.multiturn.val == config.multiturn.test
     text = "train and val are (val and test are one panel)" if shared else f"{', '.join(into)}: by content"
     found.append(Line("panels", "ok", "disjoint", text))
-    batch, have = config.data.train_batch_size, len(into["train"].tasks)
-    if batch > have:
-        text = (
-            f"data.train_batch_size={batch} exceeds the {have} training tasks: verl's dataloader would have "
-            "no batch; lower it or raise multiturn.train.size"
-        )
-        found.append(Line("panels", "FAIL", "train", text))
     return found
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from threading import Lock
 from types import SimpleNamespace
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 from verl_multiturn.errors import unknown
 from verl_multiturn.rollout.episode import Sample
@@ -108,7 +108,8 @@ class Endpoint:
         self.url = self.url.rstrip("/")
         self.timeout, self.attempts = timeout, attempts
         self.options = _options(sampling)
-        self._chat, self._client = TextChat(), cast(Any, None)
+        self._chat = TextChat()
+        self._client: Any = None  # of httpx; belongs to the event loop that plays
         self._check()
 
     def chat(self, **template_kwargs: Any) -> TextChat:

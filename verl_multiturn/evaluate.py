@@ -135,7 +135,7 @@ class Evaluation:
             try:
                 asyncio.run(self._play_all())
             finally:
-                found = metrics.of_validation(self.records, self.progress.total)
+                found = metrics.of_validation(self.records, self.progress.done + self.progress.failed)
                 renamed = {name.replace("val/", f"{SPLIT}/", 1): value for name, value in found.items()}
                 self.writer.metrics(self.step, renamed)
                 self.writer.trajectories(SPLIT, self.step, self.records)

@@ -37,6 +37,8 @@ def main(arguments: list[str] | None = None) -> int:
         if given.cfg:
             sys.stdout.write(OmegaConf.to_yaml(config, resolve=True))
             return 0
+        if not given.dry_run:
+            configure.check_hardware(config, configure.has_cuda())
         found = tasks.panels(config)
         if given.dry_run:
             sys.stdout.write(_summary(config, found) + "\n")
@@ -65,7 +67,6 @@ def _summary(config: DictConfig, found: dict[str, Any]) -> str:
 
 def _ready(config: DictConfig, found: dict[str, Any]) -> None:
     """Everything that a run needs on disk and in its environment."""
-    configure.check_hardware(config, configure.has_cuda())
     flash = importlib.util.find_spec("flash_attn") is not None
     configure.without_flash_attention(config, flash)
     if config.trainer.device == "cpu":

@@ -61,13 +61,15 @@ class Panel:
         split: str,
         exclude: Set[str] = frozenset(),
         n: int | None = None,
+        fewer: bool = False,
     ) -> Self:
         """Take the tasks of `ids`, in order, that are neither excluded nor already taken, up to `n`.
 
+        The search ends with `ids`, or after 5,000 seeds in a row without a new task, so `ids` may be
+        endless.
+
         Raises:
-            ValueError: fewer than `n` distinct tasks (the search ends with `ids`, or after 5,000
-            seeds in a
-                row without a new task, so `ids` may be endless).
+            ValueError: fewer than `n` distinct tasks, unless `fewer` (but one at least) will do.
         """
         tasks: dict[str, Task] = {}
         one, barren = make(env, **kwargs), 0
@@ -78,7 +80,7 @@ class Panel:
             if task.hash not in tasks and task.hash not in exclude:
                 tasks[task.hash], barren = task, 0
         one.close()
-        if n is not None and len(tasks) < n:
+        if n is not None and len(tasks) < (1 if fewer else n):
             raise ValueError(
                 f"{env} with {dict(kwargs)} has only {len(tasks)} distinct tasks for split {split!r}, "
                 f"not {n}."

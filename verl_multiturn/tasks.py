@@ -15,11 +15,12 @@ VERIFIED = 64  # tasks of a given panel that are compared with the environment a
 def panels(config: DictConfig) -> dict[str, Panel]:
     """Train, val and (if given) test panels of a run.
 
-    Training tasks given as {first_seed, size} leave out the tasks of the other panels by content;
-    given as a panel, an overlap is refused.
+    Tasks given as {first_seed, size} are up to `size` distinct ones; for training they leave out
+    those of the other panels by content. Given as a panel, an overlap is refused.
 
     Raises:
-        ValueError: a panel for another environment, one whose hashes do not match, an overlap.
+        ValueError: a panel for another environment, one whose hashes do not match, an overlap, fewer
+            training tasks than a step needs.
     """
     settings = config.multiturn
     found = {}
@@ -31,6 +32,11 @@ def panels(config: DictConfig) -> dict[str, Panel]:
         found["val"] = Panel(val.env, val.kwargs, val.split, val.tasks[: settings.val_size])
     taken = frozenset().union(*(panel.hashes for panel in found.values()))
     found["train"] = _panel(settings, "train", taken)
+    if len(found["train"].tasks) < config.data.train_batch_size:
+        raise ValueError(
+            f"{settings.env} has {len(found['train'].tasks)} training tasks that no other panel holds, a step "
+            f"needs data.train_batch_size={config.data.train_batch_size}: lower it"
+        )
     if settings.val != settings.test:
         check_disjoint(*found.values())
     else:  # one panel in both roles, as in the quickstart, which tunes nothing on it
@@ -51,7 +57,7 @@ def _panel(settings: DictConfig, split: str, exclude: frozenset[str]) -> Panel:
     kwargs = plain(settings.env_kwargs)
     if not isinstance(given, str):
         seeds = count(given.first_seed)
-        return Panel.build(settings.env, kwargs, seeds, split, exclude, given.size)
+        return Panel.build(settings.env, kwargs, seeds, split, exclude, given.size, fewer=True)
     panel = load_panel(given)
     if (panel.env, dict(panel.kwargs)) != (settings.env, kwargs):
         raise ValueError(
