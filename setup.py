@@ -16,7 +16,9 @@ setup(
     python_requires=">=3.11,<3.13",
     # `environments` is a namespace package: a user's own ./environments stands beside it
     packages=find_namespace_packages(include=["verl_multiturn*", "environments*"]),
-    package_data={"verl_multiturn.config": ["*.yaml", "hardware/*.yaml"], "environments.panels": ["*.json"],
+    package_data={
+        "verl_multiturn.config": ["*.yaml", "hardware/*.yaml"],
+        "environments.panels": ["*.json"],
         "verl_multiturn.viewer": ["*.html", "*.css", "*.js"],
     },
     data_files=[("share/verl_multiturn/recipes", sorted(glob("recipes/*.yaml") + glob("recipes/*.sh")))],
@@ -29,6 +31,7 @@ setup(
         "zstandard>=0.22",
         "rich>=13",
         "typer>=0.12",
+        "httpx>=0.25",
         "matplotlib>=3.8",
     ],
     extras_require={
@@ -38,7 +41,14 @@ setup(
         # built against the installed torch: pip install --no-build-isolation ".[flash]"
         "flash": ["flash-attn>=2.7"],
         "similarity": ["rapidfuzz>=3.9"],
-        "dev": ["pytest>=8", "pytest-xdist>=3.5", "hypothesis>=6.100", "ruff>=0.6", "mypy>=1.10", "rapidfuzz>=3.9"],
+        "dev": [
+            "pytest>=8",
+            "pytest-xdist>=3.5",
+            "hypothesis>=6.100",
+            "ruff>=0.6",
+            "mypy>=1.10",
+            "rapidfuzz>=3.9",
+        ],
     },
     entry_points={"console_scripts": ["verl-multiturn=verl_multiturn.cli:app"]},
 )

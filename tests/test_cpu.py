@@ -13,13 +13,11 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("verl")
-pytestmark = pytest.mark.e2e  # two processes import verl and vLLM
-
-import verl
-
 import verl_multiturn
 from verl_multiturn.cpu import settings
+
+verl = pytest.importorskip("verl")
+pytestmark = pytest.mark.e2e  # two processes import verl and vLLM
 
 ROOT = Path(verl_multiturn.__file__).parent.parent
 VERL = Path(verl.__file__).parent

@@ -6,7 +6,7 @@ from typer.testing import CliRunner
 
 from verl_multiturn.cli import app
 from verl_multiturn.env import make
-from verl_multiturn.model_policy import Chat, ModelPlayer, Sampler, _options
+from verl_multiturn.model_policy import Chat, ModelPlayer, Sampler
 from verl_multiturn.play import Screen, play_tasks, tasks
 from verl_multiturn.play_settings import model_folder, settings
 from verl_multiturn.rollout.episode import Sample
@@ -36,13 +36,6 @@ def test_a_checkpoint_of_verl_is_named(tmp_path):
         assert f"{tmp_path / 'actor'} holds" in str(error.value)
     with pytest.raises(ValueError, match="has no weights"):
         model_folder(settings("frozen_lake"), str(tmp_path.parent))
-
-
-def test_sampling_options():
-    assert _options({"do_sample": False})["do_sample"] is False
-    assert _options({"do_sample": True, "temperature": 0})["do_sample"] is False
-    found = _options({"do_sample": True, "temperature": 0.4, "top_p": 0.9, "top_k": -1})
-    assert found == {"do_sample": True, "temperature": 0.4, "top_p": 0.9, "top_k": 0}
 
 
 class Letters:

@@ -780,6 +780,8 @@ MAY_IMPORT_VERL = {
     "rollout/loop.py",
     "cpu/plugin.py",
     "cpu/vllm_worker.py",
+    "samplers.py",  # the chat builder, to evaluate with the prompts of training
+    "doctor_sample.py",  # likewise, to show one
 }
 
 

@@ -117,7 +117,8 @@ def _player(
         of.check_panel(panel, env, given)
         env, given = panel.env, dict(panel.kwargs)
     if policy == "model":
-        from verl_multiturn.model_policy import ModelPlayer, Sampler
+        from verl_multiturn.model_policy import ModelPlayer
+        from verl_multiturn.samplers import Sampler
 
         config = of.settings(env, given, recipe, run, overrides)
         folder = of.model_folder(config, model)

@@ -198,7 +198,8 @@ def panels(config: DictConfig, into: dict[str, Panel]) -> list[Line]:
         for split, panel in into.items()
     ]
     shared = config.multiturn.val == config.multiturn.test
-    text = "train and val are (val and test are one panel)" if shared else f"{', '.join(into)}: by content"
+    pair = "train, val (which is also test)" if shared else ", ".join(into)
+    text = f"{pair}: no task in common, by content"
     found.append(Line("panels", "ok", "disjoint", text))
     return found
 

@@ -65,7 +65,7 @@ class Played:
         legend = Text.assemble("\n  rows: ", ("prompt", PROMPT), " ", ("trained", TRAINED), " ")
         console.print(Text.assemble(legend, ("untrained part of the response", GLUE)))
         for number, row in enumerate(self.rows[:SHOWN_ROWS]):
-            text = Text(f"  row {number}\n", style="bold")
+            text = Text().append(f"  row {number}\n", "bold")
             for style, piece in self.segments(row):
                 cut = style == PROMPT and len(piece) > SHOWN_TEXT
                 half = SHOWN_TEXT // 2

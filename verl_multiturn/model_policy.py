@@ -15,71 +15,12 @@ from verl_multiturn import policies
 from verl_multiturn.compose import plain
 from verl_multiturn.env import Seed, derive_seed
 from verl_multiturn.play import Screen
-from verl_multiturn.rollout.episode import Episode, Sample, Task
+from verl_multiturn.rollout.episode import Episode, Task
 from verl_multiturn.rollout.layouts import LAYOUTS, Limits
 from verl_multiturn.rollout.parsing import ActionFormat
 from verl_multiturn.rollout.pool import EnvPool, Observed, ProcessEnv, ThreadEnv, reset
 from verl_multiturn.rollout.prompts import Messages, PromptPolicy, Templates, load_policy
-
-
-class Sampler:
-    """Generates with transformers; satisfies `rollout.episode.Generate`.
-
-    Args:
-        folder: of the model and its tokenizer.
-        sampling: do_sample, temperature, top_p, top_k, as verl's `val_kwargs`.
-    """
-
-    def __init__(self, folder: str, sampling: dict[str, Any]) -> None:
-        import torch
-        from transformers import AutoModelForCausalLM, AutoTokenizer
-        from transformers.utils import logging
-
-        logging.disable_progress_bar()  # type: ignore[no-untyped-call,unused-ignore]
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-        load: Any = AutoModelForCausalLM.from_pretrained
-        try:
-            self.tokenizer = AutoTokenizer.from_pretrained(folder)
-            self.model = load(folder, dtype="auto").to(device).eval()
-        except OSError as error:  # its message has paragraphs; the first line says it
-            raise ValueError(f"cannot load a model from {folder}: {str(error).splitlines()[0]}") from error
-        if self.tokenizer.chat_template is None:
-            raise ValueError(f"{folder} has no chat template: use an instruction-tuned model")
-        self.options = _options(sampling)
-
-    async def __call__(self, prompt_ids: list[int], max_tokens: int, seed: int | None) -> Sample:
-        """Sample one utterance."""
-        import torch
-
-        ids = torch.tensor([prompt_ids], device=self.model.device)
-        with torch.random.fork_rng(), torch.inference_mode():
-            if seed is not None:
-                torch.manual_seed(seed)
-            whole = self.model.generate(
-                input_ids=ids,
-                attention_mask=torch.ones_like(ids),
-                max_new_tokens=max_tokens,
-                pad_token_id=self.tokenizer.pad_token_id or self.tokenizer.eos_token_id,
-                **self.options,
-            )
-        return Sample(whole[0, len(prompt_ids) :].tolist())
-
-    def decode(self, ids: list[int]) -> str:
-        """The text of an utterance."""
-        return str(self.tokenizer.decode(ids, skip_special_tokens=True))
-
-
-def _options(sampling: dict[str, Any]) -> dict[str, Any]:
-    """vLLM's names and conventions -> transformers'."""
-    if not sampling.get("do_sample", True) or sampling.get("temperature") == 0:
-        return {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
-    top_k = max(0, sampling.get("top_k", -1))  # vLLM's -1: all
-    return {
-        "do_sample": True,
-        "temperature": sampling.get("temperature", 1.0),
-        "top_p": sampling.get("top_p", 1.0),
-        "top_k": top_k,
-    }
+from verl_multiturn.samplers import Sampler
 
 
 class Chat:

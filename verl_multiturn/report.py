@@ -49,7 +49,8 @@ def success_table(
     """Rows random, expert, warm start (validation at step 0), trained (last validation).
 
     Columns: success, success_low, success_high, return, return_low, return_high, turns, n. A row
-    that cannot be had is left out: no validation at step 0, an environment without an expert.
+    that cannot be had is left out: no validation at step 0, an environment without an expert. A run
+    of `verl-multiturn eval` has one row, evaluated, in place of the last two.
 
     Args:
         run: with a recorded split "val".
@@ -60,10 +61,12 @@ def success_table(
     Raises:
         ValueError: the run has no validation, or it is not of this panel.
     """
-    steps = run.steps("val")
+    split = "eval" if run.splits() == ["eval"] else "val"
+    steps = run.steps(split)
     recorded = {"warm start": 0} if steps[0] == 0 else {}
     recorded |= {"trained": steps[-1]} if steps[-1] > 0 else {}
-    records = {name: run.trajectories("val", step) for name, step in recorded.items()}
+    recorded = {"evaluated": steps[-1]} if split == "eval" else recorded
+    records = {name: run.trajectories(split, step) for name, step in recorded.items()}
     rows: dict[str, list[_Played]] = {}
     if panel is not None:
         panel = _recorded_part(panel, [record for some in records.values() for record in some])

@@ -34,8 +34,8 @@ def panels(config: DictConfig) -> dict[str, Panel]:
     found["train"] = _panel(settings, "train", taken)
     if len(found["train"].tasks) < config.data.train_batch_size:
         raise ValueError(
-            f"{settings.env} has {len(found['train'].tasks)} training tasks that no other panel holds, a step "
-            f"needs data.train_batch_size={config.data.train_batch_size}: lower it"
+            f"{settings.env} has {len(found['train'].tasks)} training tasks that no other panel holds, a "
+            f"step needs data.train_batch_size={config.data.train_batch_size}: lower it"
         )
     if settings.val != settings.test:
         check_disjoint(*found.values())

@@ -1,4 +1,4 @@
-"""The wheel, installed where the checkout is not: environments, panels, recipes and configuration come with it."""
+"""The wheel, installed away from the checkout: environments, panels, recipes and configuration come along."""
 
 import subprocess
 import sys
@@ -36,7 +36,9 @@ assert vm.check_env("frozen_lake", episodes=2).ok
 
 
 def run(*command: object, cwd: Path) -> str:
-    done = subprocess.run([str(part) for part in command], cwd=cwd, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        [str(part) for part in command], cwd=cwd, capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

@@ -186,3 +186,19 @@ def test_environments_are_used_again_and_closed_with_the_pool():
 def test_an_unknown_name_is_refused_with_the_nearest():
     with pytest.raises(ValueError, match="Did you mean 'frozen_lake'"):
         meet(env="frozen_lak")
+
+
+def test_waiting_for_a_thread_is_not_the_environments_time():
+    """Six calls of 0.8 s on two threads take 2.4 s in all, each less than its limit."""
+
+    async def go():
+        pool = EnvPool(2, timeout=2.0)
+
+        async def one():
+            env = await pool.acquire(PLACES["thread"], {})
+            await pool.call(env, "reset", reset, 5, 1)
+            return await pool.call(env, "act", step, "slow")
+
+        return await asyncio.gather(*(one() for _ in range(6)))
+
+    assert len(asyncio.run(go())) == 6

@@ -176,6 +176,8 @@ class EnvPool:
     def __init__(self, threads: int = 64, timeout: float = 60.0) -> None:
         self.threads, self.timeout = threads, timeout
         self._executor = ThreadPoolExecutor(threads, "environment")
+        # A call's time begins when it has a thread, not while it waits for one.
+        self._free = asyncio.Semaphore(threads)
         self._idle: dict[str, list[ThreadEnv | ProcessEnv]] = defaultdict(list)
 
     async def acquire(self, name: str, kwargs: dict[str, Any]) -> ThreadEnv | ProcessEnv:
@@ -208,9 +210,10 @@ class EnvPool:
         return observed
 
     async def _run(self, what: str, function: Callable[..., Any], *args: Any) -> Any:
-        running = asyncio.get_running_loop().run_in_executor(self._executor, function, *args)
         try:
-            return await asyncio.wait_for(running, self.timeout)
+            async with self._free:
+                running = asyncio.get_running_loop().run_in_executor(self._executor, function, *args)
+                return await asyncio.wait_for(running, self.timeout)
         except TimeoutError:
             # The thread cannot be killed: it stays lost with its executor, whose waiting calls
             # the other threads still serve.
