@@ -89,7 +89,8 @@ def keywords(settings: DictConfig) -> dict[str, Any]:
 
 def list_trainable() -> tuple[str, ...]:
     """Values of `multiturn.algorithm`."""
-    return (*sorted(set(list_algorithms()) | {"grpo"}), "ppo", "verl")
+    # vineppo scores recorded values; training with it needs rollouts that estimate them.
+    return (*sorted(set(list_algorithms()) - {"vineppo"}), "ppo", "verl")
 
 
 def _derive_algorithm(config: DictConfig) -> None:

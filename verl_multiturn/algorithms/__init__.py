@@ -2,14 +2,14 @@
 
 from typing import Any
 
-from verl_multiturn.algorithms import gigpo, grpo, reinforce, rloo, turn_gae
+from verl_multiturn.algorithms import gigpo, grpo, reinforce, rloo, turn_gae, vineppo
 from verl_multiturn.algorithms.registry import Algorithm, Config, find, register, registered
 from verl_multiturn.columns import Floats
 from verl_multiturn.turns import TurnBatch
 
 __all__ = ["Algorithm", "Config", "advantages", "find", "list_algorithms", "register", "registered"]
 
-_BUILT_IN = (gigpo, grpo, reinforce, rloo, turn_gae)  # importing them registered them
+_BUILT_IN = (gigpo, grpo, reinforce, rloo, turn_gae, vineppo)  # importing them registered them
 
 
 def advantages(name: str, turns: TurnBatch, **keywords: Any) -> Floats:
