@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Trains a small agent for real on this machine's CPU and shows what it learnt: set-up, warm start, GiGPO with
-# verl's own trainer, a table on a fixed panel, a learning curve. Hydra overrides may follow.
+# verl's own trainer, a table on a fixed panel, a learning curve. Hydra overrides may follow (not multiturn.run).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 bash recipes/setup.sh cpu

@@ -122,13 +122,17 @@ REFUSED = {
     "long utterances": (["multiturn.max_action_tokens=513"], "=513 exceeds data.max_response_length=512"),
     "keyword": (["multiturn.gigpo.gamma=2"], "GiGPOConfig.gamma must be in [0", "not 2"),
     "placeholder": (['multiturn.prompt.first="{observatoin}"'], "'observatoin'", "mean 'observation'?"),
-    "history": (["multiturn.prompt.history=-1"], "multiturn.prompt.history is -1"),
-    "actions": (["multiturn.action.max_actions=0"], "multiturn.action.max_actions is 0, must be >= 1"),
+    "history": (["multiturn.prompt.history=-1"], "history=-1 must be a whole number of at least 0"),
+    "actions": (["multiturn.action.max_actions=0"], "max_actions=0 must be a whole number of at least 1"),
+    "no number": (["data.train_batch_size=abc"], "data.train_batch_size='abc' must be a whole number"),
+    "a group of one": (["actor_rollout_ref.rollout.n=1"], "gigpo compares the members of a group"),
+    "row filter": (["+algorithm.filter_groups.enable=true"], "algorithm.filter_groups is verl's row filter"),
+    "tasks": (["multiturn.val={first_seed: 0}"], "multiturn.val=", "must be the name or file of a panel"),
     "share": (["multiturn.failures.min_share=0"], "must be in (0, 1]"),
     "other panel": (["multiturn.val=sokoban-val"], "panel sokoban-val is for sokoban", "the run plays f"),
     "other size": (["+multiturn.env_kwargs.size=5"], "panel frozen_lake-val is for frozen_lake with {}"),
     "no panel": (["multiturn.val=frozen_lake-vall"], "unknown panel", "Did you mean 'frozen_lake-val'?"),
-    "trained on the test": (["multiturn.train=frozen_lake-test"], "frozen_lake-test share 512 tasks by"),
+    "trained on the test": (["multiturn.train=frozen_lake-test"], "frozen_lake-train share 512 tasks"),
     "validated on the test": (
         ["multiturn.val={first_seed: 0, size: 4}"], "frozen_lake-val and frozen_lake-test share 4 tasks"
     ),
@@ -165,7 +169,7 @@ def test_refused_in_one_sentence(refusal, composed, monkeypatch, case):
 
 def test_a_run_on_gpus_where_there_is_none(refusal, composed, monkeypatch):
     monkeypatch.setattr(main, "compose", lambda _, given: composed(*given))
-    monkeypatch.setattr(configure, "has_cuda", lambda: False)
+    monkeypatch.setattr(main, "has_cuda", lambda: False)
     assert "none was found: add hardware=cpu for a real run on this machine" in refusal(LAKE, *FEW)
 
 
@@ -223,7 +227,7 @@ def test_a_recipe_of_ones_own_is_checked(refusal, mine, text, said):
 
 
 def test_a_recipe_of_ones_own_runs(mine, capsys):
-    free = "\nactor_rollout_ref: {model: {path: x}, rollout: {engine_kwargs: {vllm: {anything: 1}}}}"
+    free = "\nactor_rollout_ref: {model: {path: x}, rollout: {n: 2, engine_kwargs: {vllm: {anything: 1}}}}"
     text = GOOD.replace("\nactor_rollout_ref: {model: {path: somewhere}}", free)
     assert main.main(["--config-name", mine(text), "--dry-run"]) == 0
     assert "ok: grpo on frozen_lake (64 val, 2000 train tasks), turn rows" in capsys.readouterr().out

@@ -32,7 +32,7 @@ def test_a_step(clock):
     clock.now += 4
     line.step(1, NUMBERS | {"timing_s/step": 2.0})
     assert out.getvalue() == (
-        "step 1/10  success 0.500  return 0.250  turns 4.0  valid 0.88  128 turns/s  2.0 s  ETA 0:00:36\n"
+        "step 1/10  success 0.500  return 0.250  turns 4.0  valid 0.88  128 turns/s  2.0 s  ETA 0:00:18\n"
     )
 
 

@@ -65,8 +65,7 @@ def _explain(message: str, recipe: str) -> str:
     found = re.search(r"Could not override '([^']+)'", message)
     if found:
         keys = sorted(_leaves(_hydra(recipe, [])))
-        hint = "To add a key that verl reads but does not list, write +key=value."
-        return str(_nearest(found.group(1), keys, hint))
+        return str(_nearest(found.group(1), keys))
     found = re.search(r"In '[^']*': Could not find '(\w+)/(\w+)'", message)
     if found:
         presets = [path.stem for path in sorted((CONFIG / found.group(1)).glob("*.yaml"))]
@@ -74,13 +73,13 @@ def _explain(message: str, recipe: str) -> str:
     return " ".join(message.split())
 
 
-def _nearest(key: str, keys: list[str], hint: str = "") -> ValueError:
+def _nearest(key: str, keys: list[str]) -> ValueError:
     """An unknown key, with the keys that stand beside it."""
     parent, _, name = key.rpartition(".")
     beside = [k.rpartition(".")[2] for k in keys if k.rpartition(".")[0] == parent]
     if beside:
-        return unknown(f"config key in {parent or 'the top level'}:", name, beside, hint)
-    return unknown("config key", key, [k for k in keys if k.rpartition(".")[2] == name], hint)
+        return unknown(f"config key in {parent or 'the top level'}:", name, beside)
+    return unknown("config key", key, [k for k in keys if k.rpartition(".")[2] == name])
 
 
 def _leaves(config: Any, prefix: str = "") -> set[str]:

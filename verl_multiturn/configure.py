@@ -4,7 +4,6 @@ Nothing here imports torch, ray or verl: a wrong configuration is refused in a s
 """
 
 import math
-import os
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from verl_multiturn.algorithms import find, list_algorithms
 from verl_multiturn.compose import plain
 from verl_multiturn.errors import unknown
+from verl_multiturn.limits import check_values
 from verl_multiturn.rollout.episode import check_anchor
 from verl_multiturn.rollout.parsing import ActionFormat
 from verl_multiturn.rollout.prompts import Templates, load_policy
@@ -29,11 +29,12 @@ def prepare(config: DictConfig) -> DictConfig:
         ValueError: a contradiction; the sentence says what to change.
     """
     settings = config.multiturn
+    check_values(config)
     _check_choices(config)
     _derive_algorithm(config)
     with open_dict(config):
-        if ".py" in settings.env:
-            path, _, name = settings.env.partition(":")
+        path, _, name = settings.env.partition(":")
+        if path.endswith(".py"):
             settings.env = f"{Path(path).resolve()}:{name}" if name else str(Path(path).resolve())
         settings.run = str(Path(settings.run).resolve())
     if config.algorithm.use_kl_in_reward and settings.algorithm not in VERL_ALGORITHMS:
@@ -46,6 +47,10 @@ def prepare(config: DictConfig) -> DictConfig:
         raise ValueError(
             "algorithm.rollout_correction weighs tokens inside verl's estimators, which "
             f"{settings.algorithm} replaces: leave rollout_is and rollout_rs out, or use grpo"
+        )
+    if config.algorithm.filter_groups and config.algorithm.filter_groups.get("enable"):
+        raise ValueError(
+            "algorithm.filter_groups is verl's row filter, which is not supported here: leave it out"
         )
     _check_rows(config)
     if settings.max_action_tokens > config.data.max_response_length:
@@ -114,7 +119,8 @@ def _derive_algorithm(config: DictConfig) -> None:
             f"multiturn.algorithm={name} with multiturn.row=turn would score every turn as an episode of its "
             "own: use multiturn.row=trajectory, or one of grpo, rloo, reinforce, turn_gae, gigpo"
         )
-    critic = name in ("turn_gae", "ppo") or (name == "verl" and config.algorithm.adv_estimator == "gae")
+    own = name not in VERL_ALGORITHMS and "value" in find(name).needs
+    critic = own or config.algorithm.adv_estimator == "gae"
     if config.critic.enable not in (None, critic):
         raise ValueError(
             f"critic.enable={config.critic.enable} contradicts multiturn.algorithm={name}, "
@@ -140,6 +146,11 @@ def _check_rows(config: DictConfig) -> None:
         raise ValueError(
             f"a step has {rows} rows, not a multiple of the mini-batch of {mini} rows "
             f"(ppo_mini_batch_size={actor.ppo_mini_batch_size} x rollout.n={n})"
+        )
+    if config.actor_rollout_ref.rollout.n == 1 and config.multiturn.algorithm in ("grpo", "gigpo", "rloo"):
+        raise ValueError(
+            f"{config.multiturn.algorithm} compares the members of a group: actor_rollout_ref.rollout.n=1 "
+            "leaves nothing to compare, use 2 or more"
         )
     most = rows * (config.multiturn.max_turns or math.inf)
     if mini > most:
@@ -172,8 +183,3 @@ def without_flash_attention(config: DictConfig, installed: bool) -> None:
             "verl's critic needs flash-attn on a GPU: install it as README says (extra `flash`), or use an "
             "algorithm without a critic"
         )
-
-
-def has_cuda() -> bool:
-    """Whether a GPU of NVIDIA's is there, without importing torch."""
-    return os.path.exists("/proc/driver/nvidia/version") or os.path.exists("/dev/nvidia0")

@@ -18,7 +18,8 @@ from verl_multiturn.rollout.parsing import ActionFormat
 from verl_multiturn.rollout.prompts import Messages, PromptPolicy, Templates, View, load_policy
 
 FIRST_SEED = 2_000_000_000  # demonstrations come from tasks no panel uses
-CODE = (Path(__file__), Path(__file__).with_name("small_model.py"))
+_PARTS = ("demonstrations.py", "small_model.py", "rollout/prompts.py", "rollout/parsing.py")
+CODE = tuple(Path(__file__).parent / name for name in _PARTS)
 Demonstration = list[tuple[Messages, str]]  # per turn: what the policy reads, and the answer
 
 

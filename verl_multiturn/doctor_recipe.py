@@ -17,7 +17,7 @@ from verl_multiturn.doctor_report import Line
 from verl_multiturn.doctor_setup import ray_socket
 from verl_multiturn.errors import unknown
 from verl_multiturn.panel import Panel
-from verl_multiturn.recipes_index import list_recipes
+from verl_multiturn.recipes_index import has_cuda, list_recipes
 
 PART = "recipe"
 MOST = 30  # refusals looked for
@@ -164,7 +164,7 @@ def _hardware(config: DictConfig) -> list[Line]:
     """Refusals that depend on the machine."""
     found = []
     try:
-        configure.check_hardware(config, configure.has_cuda())
+        configure.check_hardware(config, has_cuda())
         found.append(Line(PART, "ok", "hardware", f"{config.trainer.device}"))
     except ValueError as error:
         found.append(Line(PART, "FAIL", "hardware", str(error)))

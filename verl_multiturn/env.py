@@ -29,7 +29,11 @@ def make(name: str, **kwargs: Any) -> Env:
         for key in kwargs:
             if key not in valid:
                 raise unknown(f"keyword of {name}", key, valid)
-    return as_env(cls(**kwargs))
+    try:
+        made = cls(**kwargs)
+    except TypeError as error:
+        raise ValueError(f"{name} cannot be made with {kwargs}: {error}") from error
+    return as_env(made)
 
 
 def as_env(thing: Any) -> Env:

@@ -123,6 +123,9 @@ def _import_file(target: str) -> ModuleType:
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
+    except SyntaxError as error:
+        del sys.modules[name]
+        raise ValueError(f"{target} is not valid Python, line {error.lineno}: {error.msg}") from error
     except BaseException:
         del sys.modules[name]
         raise

@@ -19,6 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 from verl_multiturn import configure, tasks
 from verl_multiturn.compose import compose
 from verl_multiturn.errors import RunStopped
+from verl_multiturn.recipes_index import has_cuda
 
 RAY_PREFIX = "vm-ray-"
 
@@ -38,7 +39,7 @@ def main(arguments: list[str] | None = None) -> int:
             sys.stdout.write(OmegaConf.to_yaml(config, resolve=True))
             return 0
         if not given.dry_run:
-            configure.check_hardware(config, configure.has_cuda())
+            configure.check_hardware(config, has_cuda())
         found = tasks.panels(config)
         if given.dry_run:
             sys.stdout.write(_summary(config, found) + "\n")
@@ -46,11 +47,14 @@ def main(arguments: list[str] | None = None) -> int:
         _ready(config, found)
         sys.stdout.write(f"{_summary(config, found)}\nrecording to {config.multiturn.run}\n")
         sys.stdout.flush()
-    except (ValueError, ImportError, OSError) as error:
+    except (ValueError, ImportError, OSError, NotImplementedError) as error:
         if given.debug:
             raise
         sys.stderr.write(f"error: {error}\n")
         return 2
+    except KeyboardInterrupt:
+        sys.stderr.write("stopped before the run began\n")
+        return 130
     return run(config)
 
 
@@ -80,7 +84,7 @@ def _ready(config: DictConfig, found: dict[str, Any]) -> None:
     # Rollout workers find ./environments and the user's modules as this process does.
     paths = [os.getcwd(), *filter(None, [os.environ.get("PYTHONPATH")])]
     os.environ["PYTHONPATH"] = os.pathsep.join(paths)
-    Path(config.multiturn.run).mkdir(parents=True, exist_ok=True)
+    tasks.prepare_folder(config)
     tasks.write(found, config.multiturn.run)
     if config.actor_rollout_ref.model.path == "small":
         from verl_multiturn import small_model

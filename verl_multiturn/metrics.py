@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from verl_multiturn.algorithms.gigpo import GiGPOConfig
 from verl_multiturn.algorithms.metrics import diagnostics
 from verl_multiturn.stats import wilson
 from verl_multiturn.turns import TurnBatch
@@ -22,9 +23,18 @@ def of_sessions(sessions: list[dict[str, Any]]) -> dict[str, float]:
     return means | {"multiturn/trajectories/mean": float(len(sessions))}
 
 
-def of_turns(turns: TurnBatch, advantages: np.ndarray) -> dict[str, float]:
-    """Shape of the credit: how often it is zero, and how well the anchor groups are filled."""
-    found = {f"multiturn/{name}/mean": value for name, value in diagnostics(turns).items()}
+def of_turns(
+    turns: TurnBatch, advantages: np.ndarray, gigpo: dict[str, Any] | None = None
+) -> dict[str, float]:
+    """Shape of the credit: how often it is zero, and how well the anchor groups are filled.
+
+    Args:
+        turns: of the step.
+        advantages: (N,) one per turn.
+        gigpo: the run's settings of GiGPO, where it is the algorithm.
+    """
+    found = diagnostics(turns, GiGPOConfig(**(gigpo or {})))
+    found = {f"multiturn/{name}/mean": value for name, value in found.items()}
     return found | {
         "multiturn/advantage_std/mean": float(np.std(advantages)),
         "multiturn/zero_advantage/mean": float(np.mean(advantages == 0)),

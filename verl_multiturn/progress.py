@@ -22,7 +22,9 @@ class Progress:
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """A training step has ended."""
         now = time.perf_counter()
-        self._recent, self._last = [*self._recent[-8:], now - self._last], now
+        since, self._last = now - self._last, now
+        # verl reports a step after its validation, which restarts the clock.
+        self._recent = [*self._recent[-8:], float(metrics.get("timing_s/step", since))]
         pace = sorted(self._recent)[len(self._recent) // 2]
         left = timedelta(seconds=round(pace * (self.total - step)))
 

@@ -35,7 +35,7 @@ def recipes_dir() -> Path:
         Path(sys.prefix) / "share" / "verl_multiturn" / "recipes",
     ]
     if own := os.environ.get(FOLDER_VARIABLE):
-        places.insert(0, Path(own))
+        places = [Path(own).resolve()]
     for place in places:
         if place.is_dir():
             return place
@@ -76,11 +76,16 @@ def _described(file: str, block: Any) -> dict[str, Any]:
     return shown | {"runnable_here": runnable, "why": why}
 
 
+def has_cuda() -> bool:
+    """Whether a GPU of NVIDIA's is there; asking torch would import it."""
+    return Path("/dev/nvidiactl").exists()
+
+
 def runnable_here(cpu: bool) -> tuple[bool, str]:
     """Whether a recipe runs on this machine, and why; `cpu`: it supports hardware=cpu."""
     absent = [name for name in ("verl", "vllm") if importlib.util.find_spec(name) is None]
     if absent:
         return False, f"not installed: {', '.join(absent)}"
-    if Path("/dev/nvidiactl").exists():  # asking torch would import it
+    if has_cuda():
         return True, "a GPU is present"
     return (True, "with hardware=cpu") if cpu else (False, "needs a GPU")

@@ -1,6 +1,7 @@
 """File handling of recorded runs: atomic writes, lines of JSON, taking back undone steps."""
 
 import json
+import math
 import os
 import shutil
 import warnings
@@ -114,13 +115,20 @@ def take_back(folder: Path, step: int | None) -> None:
             _take_back_lines(folder / name, last, discarded / name)
 
 
+def _step_in(line: bytes) -> float:
+    """The step of a line; a damaged one counts as later than all, so that it moves away."""
+    try:
+        return float(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError):
+        return math.inf
+
+
 def _take_back_lines(path: Path, last: int, discarded: Path) -> None:
     kept: list[bytes] = []
     late: list[bytes] = []
     for line in path.read_bytes().splitlines(keepends=True):
         # Without its newline a line was cut off by a kill: the next line would be joined to it.
-        whole = line.endswith(b"\n")
-        (kept if whole and json.loads(line)["step"] <= last else late).append(line)
+        (kept if line.endswith(b"\n") and _step_in(line) <= last else late).append(line)
     if late:  # first the copy, then the shortened file: a kill in between loses nothing
         write_atomically(discarded, late)
         write_atomically(path, kept)

@@ -11,7 +11,7 @@ A trajectory is one JSON object:
     split, step      "train" or "val" (others are free), and the global step it was sampled at
     group            uid of the start state; trajectory: int, which sample of its group
     env, task, task_type, seed, dynamics_seed, instruction    what was played
-    return           sum of rewards; success: bool, or null where the environment does not say
+    return           sum of rewards; success: bool, the last info["success"]
     terminated, truncated    how it ended; truncation: null, "turns", "tokens" or "environment"
     seconds          wall time of the whole trajectory
     turns            list, in order, of objects with
@@ -233,6 +233,8 @@ def to_turns(trajectories: list[Record]) -> TurnBatch:
         next_value=[0.0 if cut and t["value"] is not None else np.nan for (_, t), cut in cuts],
         tokens=[len(turn["action_ids"]) for _, turn in pairs],
         valid=[turn["valid"] for _, turn in pairs],
+        # Anchors are digests; similarity grouping compares what the policy saw.
+        anchor_text=[turn.get("observation", turn["anchor"]) for _, turn in pairs],
         **ends,
     )
 

@@ -1,10 +1,11 @@
 """The panels of a run: built or loaded, verified, disjoint by content, written into the run folder."""
 
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from verl_multiturn.compose import plain
 from verl_multiturn.panel import Panel, check_disjoint, load_panel
@@ -29,7 +30,7 @@ def panels(config: DictConfig) -> dict[str, Panel]:
             found[split] = _panel(settings, split, frozenset())
     if settings.val_size is not None:
         val = found["val"]
-        found["val"] = Panel(val.env, val.kwargs, val.split, val.tasks[: settings.val_size])
+        found["val"] = replace(val, tasks=val.tasks[: settings.val_size])
     taken = frozenset().union(*(panel.hashes for panel in found.values()))
     found["train"] = _panel(settings, "train", taken)
     if len(found["train"].tasks) < config.data.train_batch_size:
@@ -42,6 +43,33 @@ def panels(config: DictConfig) -> dict[str, Panel]:
     else:  # one panel in both roles, as in the quickstart, which tunes nothing on it
         check_disjoint(found["train"], found["val"])
     return found
+
+
+IDENTITY = ("multiturn.env", "multiturn.env_kwargs", "multiturn.algorithm", "multiturn.row")
+
+
+def prepare_folder(config: DictConfig) -> None:
+    """Make the run folder; refuse one whose checkpoints belong to another run.
+
+    Raises:
+        ValueError: it cannot be made, or resuming there would mix two runs.
+    """
+    folder = Path(config.multiturn.run)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"multiturn.run={folder} cannot be made: {error.strerror}") from None
+    tracker = Path(config.trainer.default_local_dir) / "latest_checkpointed_iteration.txt"
+    if config.trainer.resume_mode != "auto" or not (tracker.exists() and (folder / "config.yaml").exists()):
+        return
+    before = OmegaConf.load(folder / "config.yaml")
+    for key in IDENTITY:
+        then, now = OmegaConf.select(before, key), OmegaConf.select(config, key)
+        if then != now:
+            raise ValueError(
+                f"{folder} holds the checkpoints of a run with {key}={then}, this one has {now}: name "
+                "another folder in multiturn.run"
+            )
 
 
 def write(found: dict[str, Panel], run: str) -> None:
@@ -65,4 +93,4 @@ def _panel(settings: DictConfig, split: str, exclude: frozenset[str]) -> Panel:
             f"{kwargs}: give multiturn.{split} a panel of this environment or {{first_seed, size}}"
         )
     panel.verify(VERIFIED)
-    return panel
+    return replace(panel, split=split)  # its role in this run decides how its tasks are seeded

@@ -36,7 +36,6 @@ class MultiTurnMixin:
         config.trainer.v1.trainer_mode = self.mode
         super().__init__(config)  # type: ignore[call-arg]
         self.settings = config.multiturn
-        self._sampled = 0.0
         self._val_records: list[dict[str, Any]] = []
         self._fetched = 0
         # verl's default of 2 s rounds every rollout and every validation up; no key reaches it.
@@ -55,6 +54,7 @@ class MultiTurnMixin:
     def fit(self, agent_loop_manager: Any) -> None:
         """verl's `fit`, recorded; whatever ends it, the run folder stays whole."""
         config = plain(self.config)
+        config["ray_kwargs"]["ray_init"]["_temp_dir"] = None  # a new one each start: not part of the run
         self.progress = Progress(self.total_training_steps, self.global_steps)
         if self.global_steps >= self.total_training_steps:
             self.progress.note(
@@ -126,7 +126,6 @@ class MultiTurnMixin:
         return batch
 
     def _balance_batch(self, batch: Any, metrics: dict, **kwargs: Any) -> Any:
-        self._sampled = time.perf_counter()
         if self.settings.seeded:
             # Rows arrive in the order of completion.
             order = [(uid, int(s), int(i)) for uid, s, i in (key.rsplit("_", 2) for key in batch.keys)]
@@ -160,7 +159,7 @@ class MultiTurnMixin:
         started = time.perf_counter()
         per_turn = advantages(name, turns, **keywords(self.settings))
         metrics["multiturn/advantage_seconds/mean"] = time.perf_counter() - started
-        metrics |= run_metrics.of_turns(turns, per_turn)
+        metrics |= run_metrics.of_turns(turns, per_turn, keywords(self.settings) if name == "gigpo" else {})
         if self.use_critic:
             for (_, record, _), value in zip(rows.places, turns.value.tolist(), strict=True):
                 record["value"] = value

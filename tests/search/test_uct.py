@@ -72,7 +72,7 @@ def test_laws(Q, N, more, c):
     [
         (([1, np.nan], [1, 1], 2), "W must be finite: entry 1 is nan"),
         ((1, -1, 2), "N must be at least 0, not -1"),
-        ((0, 0, 0), "N_parent must be at least 1, not 0"),
+        ((1, 1, 0), "N_parent must be at least 1 where the child was visited"),
         ((1, 1, np.inf), "N_parent must be finite"),
         (([1, 2], [1, 2, 3], 4), r"shapes do not go together: W \(2,\), N \(3,\)"),
         ((1, 1, 1, -1), "c must lie in"),

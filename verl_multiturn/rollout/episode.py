@@ -111,16 +111,17 @@ class Episode:
             EnvironmentFailure: the environment raised, hung, or the episode took too long.
         """
         env = await self.pool.acquire(self.env_name, self.env_kwargs)
+        clock = asyncio.timeout(self.limits.episode_timeout)
         try:
-            trajectory = await asyncio.wait_for(self._play(env), self.limits.episode_timeout)
-        except TimeoutError:
-            env.abandon()
-            raise EnvironmentFailure(
-                f"the episode of task {self.task.id} took longer than "
-                f"{self.limits.episode_timeout:g} s, {len(self.turns)} turns done"
-            ) from None
-        except BaseException:
-            env.abandon()
+            async with clock:
+                trajectory = await self._play(env)
+        except BaseException as error:
+            await asyncio.to_thread(env.abandon)
+            if isinstance(error, TimeoutError) and clock.expired():
+                raise EnvironmentFailure(
+                    f"the episode of task {self.task.id} took longer than "
+                    f"{self.limits.episode_timeout:g} s, {len(self.turns)} turns done"
+                ) from None
             raise
         self.pool.release(env, self.env_name, self.env_kwargs)
         return trajectory

@@ -162,5 +162,9 @@ class MultiTurnLoop(AgentLoopBase):  # type: ignore[misc]
             "traceback": "".join(traceback.format_exception(error)),
         }
         os.makedirs(self.settings["run"], exist_ok=True)
-        with open(os.path.join(self.settings["run"], "failures.jsonl"), "a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
+        path = os.path.join(self.settings["run"], "failures.jsonl")
+        file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        try:
+            os.write(file, (json.dumps(line) + "\n").encode())  # whole: other workers append too
+        finally:
+            os.close(file)

@@ -210,15 +210,16 @@ class EnvPool:
         return observed
 
     async def _run(self, what: str, function: Callable[..., Any], *args: Any) -> Any:
-        try:
-            async with self._free:
-                running = asyncio.get_running_loop().run_in_executor(self._executor, function, *args)
-                return await asyncio.wait_for(running, self.timeout)
-        except TimeoutError:
-            # The thread cannot be killed: it stays lost with its executor, whose waiting calls
-            # the other threads still serve.
+        async with self._free:
+            running = asyncio.get_running_loop().run_in_executor(self._executor, function, *args)
+            done, _ = await asyncio.wait([running], timeout=self.timeout)
+        if not done:
+            # The thread cannot be killed: it stays lost with its executor, whose waiting calls the
+            # other threads still serve.
             self._executor = ThreadPoolExecutor(self.threads, "environment")
-            raise EnvironmentFailure(f"{what} took longer than {self.timeout:g} s") from None
+            raise EnvironmentFailure(f"{what} took longer than {self.timeout:g} s")
+        try:
+            return running.result()
         except EnvironmentFailure as error:
             raise EnvironmentFailure(f"{what}: {error}") from None
         except Exception as error:

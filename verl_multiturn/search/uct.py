@@ -19,7 +19,7 @@ def uct(W: npt.ArrayLike, N: npt.ArrayLike, N_parent: npt.ArrayLike, c: float = 
     Args:
         W: sum of the returns booked on a child, a number or an array.
         N: its visits, at least 0.
-        N_parent: the parent's visits, at least 1.
+        N_parent: the parent's visits, at least 1 where N is.
         c: weight of exploration, at least 0.
 
     Raises:
@@ -30,14 +30,16 @@ def uct(W: npt.ArrayLike, N: npt.ArrayLike, N_parent: npt.ArrayLike, c: float = 
     arrays = {"W": numbers("W", W), "N": numbers("N", N), "N_parent": numbers("N_parent", N_parent)}
     for name, x in arrays.items():
         finite(name, x)
-    for name, least in (("N", 0), ("N_parent", 1)):
-        if np.any(arrays[name] < least):
-            raise ValueError(f"{name} must be at least {least}, not {arrays[name].min():g}.")
+    for name in ("N", "N_parent"):
+        if np.any(arrays[name] < 0):
+            raise ValueError(f"{name} must be at least 0, not {arrays[name].min():g}.")
     try:
         w, n, parent = np.broadcast_arrays(*arrays.values())
     except ValueError as error:
         shapes = ", ".join(f"{name} {x.shape}" for name, x in arrays.items())
         raise ValueError(f"shapes do not go together: {shapes}.") from error
+    if np.any((parent < 1) & (n > 0)):
+        raise ValueError("N_parent must be at least 1 where the child was visited.")
     visits = np.where(n > 0, n, 1)
-    scores = w / visits + c * np.sqrt(np.log(parent) / visits)
+    scores = w / visits + c * np.sqrt(np.log(np.maximum(parent, 1)) / visits)
     return np.asarray(np.where(n > 0, scores, np.inf), np.float64)
