@@ -11,6 +11,7 @@ import shutil
 import signal
 import sys
 import tempfile
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -102,7 +103,6 @@ def run(config: DictConfig) -> int:
     from verl.trainer.ppo.utils import need_critic, need_reference_policy
     from verl.utils.config import validate_config
 
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends like Ctrl-C: in order
     validate_config(config, need_reference_policy(config), need_critic(config))
     try:
         main_ppo.run_ppo(config, task_runner_class=_runner(config.multiturn.in_process))
@@ -136,6 +136,9 @@ def _runner(in_process: bool) -> Any:
 
             import verl_multiturn.trainer  # noqa: F401  registers the trainers in this process
 
+            if threading.current_thread() is threading.main_thread():
+                # Ends like Ctrl-C, in order; here, because Ray has set a handler of its own by now.
+                signal.signal(signal.SIGTERM, signal.default_int_handler)
             # The configuration and the metrics that verl would print stand in the run folder.
             main_ppo.pprint = trainer_base.pprint = lambda *_: None
             config.trainer.v1.trainer_mode = f"multiturn_{config.trainer.v1.trainer_mode}"
