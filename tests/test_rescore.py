@@ -8,10 +8,10 @@ from typer.testing import CliRunner
 from verl_multiturn import advantages
 from verl_multiturn.cli import app
 from verl_multiturn.env import make
-from verl_multiturn.rescore import batch, rescore
+from verl_multiturn.rescore import rescore
 from verl_multiturn.rollout.episode import anchor_of
 from verl_multiturn.rollout.pool import reset, step
-from verl_multiturn.runs import Run, RunWriter
+from verl_multiturn.runs import Run, RunWriter, to_turns
 
 GIGPO = {"gamma": 0.9, "step_weight": 0.7, "invalid_penalty": 0.1}
 OWN = """
@@ -61,7 +61,7 @@ def write(folder, config, algorithm=None, value=None, steps=(1, 2, 3), **keyword
                 for sample in range(5)
             ]
             if algorithm is not None:
-                numbers = iter(advantages(algorithm, batch(rows), **keywords).astype(np.float32).tolist())
+                numbers = iter(advantages(algorithm, to_turns(rows), **keywords).astype(np.float32).tolist())
                 for turn in (turn for row in rows for turn in row["turns"]):
                     turn["advantage"] = next(numbers)
             writer.trajectories("train", number, rows)
@@ -100,7 +100,7 @@ def test_a_wrong_configuration_is_not_a_reproduction(tmp_path):
 def test_numbers_are_those_of_the_steps_apart(run):
     found = rescore(run, ["rloo", "reinforce"], steps=[2, 3])
     for number in (2, 3):
-        turns = batch(run.trajectories("train", number))
+        turns = to_turns(run.trajectories("train", number))
         rows = found.turns[found.turns.step == number]
         for name in ("rloo", "reinforce"):
             assert rows[name].tolist() == advantages(name, turns).tolist()
@@ -117,7 +117,7 @@ def test_numbers_are_those_of_the_steps_apart(run):
 
 def test_keywords_change_the_column_but_not_the_reproduction(run):
     found = rescore(run, ["gigpo"], keywords={"gigpo": {"gamma": 0.0, "step_weight": 3.0}})
-    turns = batch(run.trajectories("train", 1))
+    turns = to_turns(run.trajectories("train", 1))
     expected = advantages("gigpo", turns, **GIGPO | {"gamma": 0.0, "step_weight": 3.0})
     assert found.turns.gigpo[: len(turns)].tolist() == expected.tolist()
     assert found.reproduction.relative < 1e-6
@@ -138,7 +138,7 @@ def test_similarity_compares_observations(tmp_path):
     pytest.importorskip("rapidfuzz")
     found = rescore(write(tmp_path, config, "gigpo", steps=(1,), **keywords), ["gigpo"])
     assert found.reproduction.relative < 1e-6
-    turns = batch(Run(tmp_path).trajectories("train", 1))
+    turns = to_turns(Run(tmp_path).trajectories("train", 1))
     assert turns.anchor_text[0].count("\n") == 4  # a grid, not a digest
 
 

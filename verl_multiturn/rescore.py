@@ -6,7 +6,7 @@ float32, so the two differ by rounding, about 1e-7 of their size.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -106,7 +106,7 @@ def rescore(
     frames, impossible, count = [], dict[str, str](), 0
     for step in run.steps(split) if steps is None else dict.fromkeys(steps):
         trajectories = [one for one in run.trajectories(split, step) if one["turns"]]
-        turns, count = batch(trajectories), count + len(trajectories)
+        turns, count = to_turns(trajectories), count + len(trajectories)
         columns = {RECORDED: _recorded(trajectories)}
         columns |= _score(turns, chosen, impossible)
         if own is not None:
@@ -119,18 +119,6 @@ def rescore(
     reproduction = None if own is None else _compare(own[0].name, table)
     table = table.drop(columns=[OWN, *impossible], errors="ignore")
     return Rescored(table, impossible, reproduction, count)
-
-
-def batch(trajectories: list[Record]) -> TurnBatch:
-    """What training handed to the algorithm: observations for similarity, V = 0 behind a limit."""
-    turns = to_turns(trajectories)
-    observations = [turn.get("observation") for one in trajectories for turn in one["turns"]]
-    known = np.isfinite(turns.value).all()  # verl estimates no value behind a truncated last turn
-    return replace(
-        turns,
-        next_value=np.where(turns.truncated, 0.0, np.nan) if known else turns.next_value,
-        anchor_text=np.array(observations, dtype=object) if None not in observations else turns.anchor_text,
-    )
 
 
 def print_rescored(found: Rescored, console: Console | None = None) -> None:
