@@ -15,7 +15,7 @@ from verl_multiturn.errors import unknown
 from verl_multiturn.limits import check_values
 from verl_multiturn.rollout.episode import check_anchor
 from verl_multiturn.rollout.parsing import ActionFormat
-from verl_multiturn.rollout.prompts import Templates, load_policy
+from verl_multiturn.rollout.prompts import prompt_policy
 
 VERL_ALGORITHMS = {"grpo": "grpo", "ppo": "gae", "verl": None}  # name -> verl's adv_estimator
 LAYOUTS = ("turn", "trajectory")
@@ -70,9 +70,7 @@ def _check_choices(config: DictConfig) -> None:
     ):
         if value not in valid and not (key == "multiturn.algorithm" and ":" in value):
             raise unknown(f"value of {key}", value, valid)
-    prompt = plain(settings.prompt)
-    Templates(**{name: value for name, value in prompt.items() if name != "policy"})
-    load_policy(prompt["policy"])
+    prompt_policy(plain(settings.prompt))
     check_anchor(settings.anchor)
     ActionFormat(**plain(settings.action))
     if settings.algorithm not in VERL_ALGORITHMS:

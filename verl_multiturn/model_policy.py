@@ -19,7 +19,7 @@ from verl_multiturn.rollout.episode import Episode, Task
 from verl_multiturn.rollout.layouts import LAYOUTS, Limits
 from verl_multiturn.rollout.parsing import ActionFormat
 from verl_multiturn.rollout.pool import EnvPool, Observed, ProcessEnv, ThreadEnv, reset
-from verl_multiturn.rollout.prompts import Messages, PromptPolicy, Templates, load_policy
+from verl_multiturn.rollout.prompts import Messages, prompt_policy
 from verl_multiturn.samplers import Sampler
 
 
@@ -76,9 +76,7 @@ class ModelPlayer:
 
     def __init__(self, config: DictConfig, sampler: Sampler, screen: Screen) -> None:
         self.settings = plain(config.multiturn)
-        prompt = dict(self.settings["prompt"])
-        policy = load_policy(prompt.pop("policy"))
-        self.prompts: PromptPolicy = policy(Templates(**prompt))
+        self.prompts = prompt_policy(self.settings["prompt"])
         self.form = ActionFormat(**self.settings["action"])
         self.limits = Limits(
             max_prompt_tokens=config.data.max_prompt_length,

@@ -21,7 +21,7 @@ from verl_multiturn.rollout.episode import Episode, Sample, Task
 from verl_multiturn.rollout.layouts import LAYOUTS, Limits
 from verl_multiturn.rollout.parsing import ActionFormat
 from verl_multiturn.rollout.pool import EnvPool
-from verl_multiturn.rollout.prompts import Messages, Prompt, PromptPolicy, Templates, View, load_policy
+from verl_multiturn.rollout.prompts import Messages, Prompt, PromptPolicy, View, prompt_policy
 from verl_multiturn.rollout.rows import to_outputs
 
 
@@ -39,8 +39,6 @@ class Rollout:
     def of(cls, config: DictConfig) -> "Rollout":
         """From a run's configuration."""
         settings = plain(config.multiturn)
-        prompt = dict(settings["prompt"])
-        policy = load_policy(prompt.pop("policy"))
         limits = Limits(
             max_prompt_tokens=config.data.max_prompt_length,
             max_response_tokens=config.data.max_response_length,
@@ -53,7 +51,7 @@ class Rollout:
             ActionFormat(**settings["action"]),
             EnvPool(settings["env_threads"], settings["step_timeout"]),
         )
-        return cls(settings, policy(Templates(**prompt)), form, limits, pool)
+        return cls(settings, prompt_policy(settings["prompt"]), form, limits, pool)
 
 
 def first_prompt(config: DictConfig, tokenizer: Any) -> Prompt:

@@ -6,8 +6,9 @@ Two layouts use it. Turn rows start a fresh chat each turn, with a window of pas
 
 import importlib
 import string
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from verl_multiturn.errors import unknown
 
@@ -131,6 +132,12 @@ class PromptPolicy:
             format=self.templates.format,
         )
         return {"role": "user", "content": content.strip("\n")}
+
+
+def prompt_policy(prompt: Mapping[str, Any]) -> PromptPolicy:
+    """The policy that a `multiturn.prompt` group describes; refuses what it cannot be built from."""
+    templates = Templates(**{name: value for name, value in prompt.items() if name != "policy"})
+    return load_policy(prompt["policy"])(templates)
 
 
 def load_policy(name: str | None) -> type[PromptPolicy]:
