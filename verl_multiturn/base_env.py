@@ -12,7 +12,9 @@ import hashlib
 import pickle
 import random
 from collections.abc import Hashable
-from typing import Any, Literal, Self
+from typing import Any, ClassVar, Literal, Self
+
+from verl_multiturn.needs import Needs
 
 Seed = int | str
 Info = dict[str, Any]
@@ -36,8 +38,10 @@ class Env:
         rng: the instance's chance, seeded from `seed` before `_reset`.
         noise: the dynamics' chance, seeded from `dynamics_seed` before `_reset`.
         turn: steps taken in this episode.
+        needs: packages, programs and data beyond this package; `make` refuses to build without them.
     """
 
+    needs: ClassVar[Needs] = Needs()
     instruction: str = ""
     max_turns: int = 10
     snapshots: Literal["copy", "replay", "none"] = "copy"
@@ -96,6 +100,30 @@ class Env:
             f"{type(self).__name__}.{method} must return ({', '.join(names)}) with info a dict, "
             f"not {result!r:.80}."
         )
+
+    @classmethod
+    def find_data(cls) -> str | None:
+        """Where the user's data of `needs.data` was found; None: nowhere."""
+        return None
+
+    def tasks(self, split: str) -> list[Seed]:
+        """The task ids of a split, where an environment has a fixed list; the order never changes.
+
+        Raises:
+            ValueError: it has none of that name.
+        """
+        raise ValueError(f"{type(self).__name__} has no list of tasks for split {split!r}: its tasks are seeds")
+
+    def peek(self, seed: Seed) -> tuple[str, str] | None:
+        """Content (see `content`) and type of a task without the cost of a reset; None: reset to know."""
+        return None
+
+    def content(self, observation: str) -> str:
+        """What makes this task what it is, asked after `reset` with what it showed; hashed by panels.
+
+        Default: instruction, first observation and state key.
+        """
+        return "\0".join((self.instruction, observation, repr(self.state_key())))
 
     def admissible(self) -> list[str] | None:
         """The actions known in the current state, or None where they cannot be listed."""

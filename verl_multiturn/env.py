@@ -20,9 +20,10 @@ def make(name: str, **kwargs: Any) -> Env:
 
     Raises:
         ValueError: an unknown name, class or keyword; the sentence lists the valid ones.
-        ImportError: the environment's own, e.g. for an optional dependency.
+        ImportError: a package or program it needs is missing; the sentence says how to get it.
     """
     cls = load_class(name, Env)
+    getattr(cls, "needs", Env.needs).require(name)
     given = {} if cls.__init__ is object.__init__ else inspect.signature(cls.__init__).parameters
     valid = [key for key in given if key != "self"]
     if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in given.values()):

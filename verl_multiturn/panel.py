@@ -189,11 +189,14 @@ def load_panel(name: str) -> Panel:
 
 
 def content_hash(env: Env, observation: str) -> str:
-    """Of a task after `reset`: its instruction, first observation and state key."""
-    return _hash("\0".join((env.instruction, observation, repr(env.state_key()))))
+    """Of a task after `reset`: of its `Env.content`."""
+    return _hash(env.content(observation))
 
 
 def _task(env: Env, seed: Seed) -> Task:
+    if (known := env.peek(seed)) is not None:
+        content, task_type = known
+        return Task(seed, _hash(content), task_type)
     observation, info = env.reset(seed)
     return Task(seed, content_hash(env, observation), info["task_type"])
 
