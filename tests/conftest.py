@@ -1,4 +1,4 @@
-"""Shared by the tests that import verl: an in-memory TransferQueue."""
+"""Shared by several files: an in-memory TransferQueue for what imports verl, a folder of ALFWorld games."""
 
 import copy
 
@@ -84,3 +84,15 @@ def queue(monkeypatch):
             assert hasattr(transfer_queue, name), name
             monkeypatch.setattr(transfer_queue, name, getattr(queue, name))
     return queue
+
+
+@pytest.fixture(scope="session")
+def alfworld_games(tmp_path_factory):
+    """A folder of 18 training games of small scenes, 6 seen, 6 unseen, of all task types."""
+    pytest.importorskip("alfworld", reason='needs pip install "verl-multiturn[alfworld]"')
+    from environments.alfworld_parts.games import Request, write_games
+
+    folder = tmp_path_factory.mktemp("alfworld") / "small"
+    counts = {"train": 18, "valid_seen": 6, "valid_unseen": 6}
+    write_games(folder, Request(counts, seed=5, receptacles=9, objects=10), quiet=True)
+    return folder

@@ -1,0 +1,54 @@
+"""The folders of games that `data` can name: the benchmark's, generated ones, or the user's own."""
+
+import hashlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from verl_multiturn.cache import cache_folder, locked
+
+# Sizes of the benchmark's splits but for training; "small" has games that a small model can learn.
+# The arguments of `verl-multiturn make-alfworld-games`.
+GENERATED = {
+    "small": "--train 2000 --valid-seen 140 --valid-unseen 134 --max-receptacles 8 --max-objects 10 --seed 1",
+    "full": "--train 1000 --valid-seen 140 --valid-unseen 134 --seed 1",
+}
+
+
+def data_folder(data: str) -> Path:
+    """The folder that `data` means: "benchmark", "small" or "full" (generated at the first use), or a path.
+
+    Raises:
+        ValueError: benchmark without $ALFWORLD_DATA.
+    """
+    if data == "benchmark":
+        if not (folder := os.environ.get("ALFWORLD_DATA")):
+            raise ValueError(
+                "data=benchmark needs ALFWorld's games: run alfworld-download and set ALFWORLD_DATA to their "
+                "folder, or play generated games with data=small or data=full"
+            )
+        return Path(folder)
+    return _generated(data) if data in GENERATED else Path(data).expanduser()
+
+
+def _generated(name: str) -> Path:
+    arguments = GENERATED[name]
+    digest = hashlib.blake2b(arguments.encode(), digest_size=6).hexdigest()
+    folder = cache_folder("alfworld", "games") / f"{name}-{digest}"
+    if not folder.exists():
+        with locked(folder):
+            if not folder.exists():
+                _generate(folder, arguments.split())
+    return folder
+
+
+def _generate(folder: Path, arguments: list[str]) -> None:
+    """By the command, in a process of its own: the solvers' processes must not import the caller's main."""
+    draft = folder.with_name(f"{folder.name}.{os.getpid()}.part")
+    command = [sys.executable, "-m", "verl_multiturn.cli", "make-alfworld-games", str(draft), *arguments]
+    path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, check=False)
+    if done.returncode:
+        raise ValueError(f"the games of {folder.name} could not be generated: {' '.join(command)} failed")
+    draft.replace(folder)
