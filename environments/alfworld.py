@@ -92,6 +92,7 @@ class AlfWorld(Env):
         self._game: Game | None = None
         self._loaded: Game | None = None
         self._engine: Any = None
+        self._text = self._answer = ""
 
     @classmethod
     def find_data(cls) -> str | None:
@@ -172,7 +173,7 @@ class AlfWorld(Env):
     def state_key(self) -> Hashable:
         """See the module's docstring."""
         if self.key == "obs":
-            return self._text
+            return str(self._text)
         if self.key == "obs+actions":
             return "\n".join([self._text, *self._commands])
         from environments.alfworld_parts.engine import TRACES

@@ -148,13 +148,14 @@ def _kept(kind: str, compute: Callable[..., Any], *texts: str) -> Any:
 
 
 @functools.lru_cache(32)
-def _translated(domain: str, problem: str) -> Any:
+def translated(domain: str, problem: str) -> Any:
+    """The engine's task and its SAS text."""
     return _kept("sas", _stock["pddl2sas"], domain, problem)
 
 
 def _pddl2sas(domain: str, problem: str, verbose: bool = False, optimize: bool = False) -> Any:
     """`fast_downward.pddl2sas`; the optimized form feeds the planner only, which nobody asks here."""
-    return (None, "") if optimize else _translated(domain, problem)
+    return (None, "") if optimize else translated(domain, problem)
 
 
 @functools.lru_cache(512)
