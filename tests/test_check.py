@@ -109,6 +109,27 @@ def changed_by_nonsense(self, action):
     return Sound._step(self, action)
 
 
+BOARD = {}
+
+
+def board_reset(self, seed):
+    BOARD.update(count=0)
+    return Sound._reset(self, seed)
+
+
+def board_step(self, action):
+    self.count = BOARD["count"]
+    result = Sound._step(self, action)
+    BOARD.update(count=self.count)
+    return result
+
+
+def never_forgets(self, action):
+    text, reward, terminated, info = Sound._step(self, action)
+    self.won = getattr(self, "won", False) or terminated
+    return text, reward, terminated, info | {"success": self.won}
+
+
 def hopeless(self, action):
     text, _, terminated, info = Sound._step(self, action)
     return text, 0.0, terminated, {**info, "success": False}
@@ -144,6 +165,15 @@ def hopeless(self, action):
         ({"__getstate__": lossy_pickle}, "pickle: after a pickle round trip"),
         ({"_reset": from_global_chance}, "the global `random`"),
         ({"_reset": from_numpy}, "the global `numpy.random`"),
+        (
+            {"_reset": board_reset, "_step": board_step, "snapshots": "none"},
+            r"instances: two instances stepped in turns do not do what each does alone \(seeds 0, 1\)",
+        ),
+        (
+            {"_step": never_forgets},
+            "success flags: success of seed 0 at step 0 was False at first and is True after other episodes",
+        ),
+        ({"_step": never_forgets}, "unknown action: info..success.. is True after the invalid action ''"),
         ({"_step": hopeless}, "the expert never succeeded in 8 episodes"),
     ],
 )
@@ -178,6 +208,13 @@ def test_what_cannot_be_shown_is_said_and_no_failure():
     assert "not shown: neither an expert nor the random policy" in text
     assert 'not tried: snapshots = "none"' in text
     assert all(failure.startswith("pickle") for failure in report.failures)  # a local class
+
+
+def test_instances_with_processes_of_their_own_may_share_what_they_like():
+    cls = broken(_reset=board_reset, _step=board_step, snapshots="none", runs_in="process")
+    report = check_env(cls)
+    assert not any(failure.startswith("instances") for failure in report.failures)
+    assert "not tried: each instance has a process of its own" in str(report)
 
 
 def test_constructor_and_names():

@@ -238,10 +238,13 @@ def test_a_recipe_of_ones_own_runs(mine, capsys):
 
 @pytest.mark.parametrize("hardware", [[], [CPU]], ids=["gpu", "cpu"])
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_every_recipe_is_complete(recipe, hardware, capsys, monkeypatch, tmp_path):
+def test_every_recipe_is_complete(recipe, hardware, capsys, monkeypatch, tmp_path, alfworld_games):
     monkeypatch.chdir(tmp_path)
-    small = "multiturn.train.size=32"
-    assert main.main(["--config-name", recipe, *hardware, small, "--dry-run"]) == 0, capsys.readouterr().err
+    monkeypatch.setenv("ALFWORLD_DATA", str(alfworld_games))
+    small = [f"multiturn.train.size={256 if recipe.endswith('_search') else 32}"]
+    if recipe.endswith("_alfworld"):
+        small += ["multiturn.env_kwargs.data=benchmark"]  # on the CPU too: thousands of games take a minute
+    assert main.main(["--config-name", recipe, *hardware, *small, "--dry-run"]) == 0, capsys.readouterr().err
     out = capsys.readouterr().out
     row = list_recipes()[recipe]
     assert out.startswith(f"ok: {row['algorithm']} on {row['environment']} (")

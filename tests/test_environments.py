@@ -14,6 +14,7 @@ from verl_multiturn.policies import expert_policy, play, random_policy
 
 EXAMPLE = str(Path(__file__).parents[1] / "examples" / "new_environment.py")
 BUILT_IN = ["bandit", "chain_sum", "frozen_lake", "sokoban"]
+SMALL = {"scienceworld": {"tasks": "find-non-living-thing", "max_turns": 7}}  # by default it takes minutes
 VARIANTS = [
     ("frozen_lake", {"slip": 0.3, "max_turns": 20}),
     ("bandit", {"turns": 4}),
@@ -29,7 +30,9 @@ def needs_nothing(name):
     return True
 
 
-@pytest.mark.parametrize(("name", "kwargs"), [*((n, {}) for n in [*list_envs(), EXAMPLE]), *VARIANTS])
+@pytest.mark.parametrize(
+    ("name", "kwargs"), [*((n, SMALL.get(n, {})) for n in [*list_envs(), EXAMPLE]), *VARIANTS]
+)
 def test_contract(name, kwargs):
     if name not in BUILT_IN and not needs_nothing(name):
         pytest.skip(f"{name} needs something that is not installed")

@@ -50,5 +50,23 @@ def test_of_validation():
 
 
 def test_of_validation_with_one_type_and_with_nothing():
-    assert "val/success/near" not in metrics.of_validation([won(True)], 1)
+    assert metrics.of_validation([won(True)], 1)["val/success/near"] == 1  # a name may say what was played
+    assert "val/success/default" not in metrics.of_validation([won(True, "default")], 1)
     assert metrics.of_validation([], 8) == {"val/episodes": 0.0, "val/failed": 8.0}
+
+
+def test_of_several_panels():
+    """The run's own numbers stay where they were; each further panel has its own, failures included."""
+    own = [won(True) | {"split": "val", "panel": "val"}, won(False, "far") | {"split": "val", "panel": "val"}]
+    seen = [
+        won(True, task_type) | {"split": "val", "panel": "train"} for task_type in ("near", "near", "far")
+    ]
+    found = metrics.of_panels([*seen, *own], expected=12, also={"train": 4, "unseen": 5})
+    also = {name: value for name, value in found.items() if name.startswith(("val/train/", "val/unseen/"))}
+    assert {name: value for name, value in found.items() if name not in also} == metrics.of_validation(own, 3)
+    alone = metrics.of_validation(seen, 4)
+    assert {name.replace("val/train/", "val/"): v for name, v in also.items() if "train" in name} == alone
+    assert (also["val/train/success"], also["val/train/success/far"], also["val/train/failed"]) == (1, 1, 1)
+    assert also["val/train/success_low"] == pytest.approx(3 / (3 + 1.96**2))  # Wilson at k = n
+    assert (also["val/unseen/episodes"], also["val/unseen/failed"]) == (0, 5)
+    assert "val/unseen/success" not in also

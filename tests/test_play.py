@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from verl_multiturn.cli import app
 from verl_multiturn.env import Env, make
-from verl_multiturn.panel import load_panel
+from verl_multiturn.panel import Panel, load_panel
 from verl_multiturn.play import Human, Quit, Screen, play_tasks, player, policy_of, summary, tasks
 from verl_multiturn.play_settings import settings
 from verl_multiturn.policies import evaluate, expert_policy
@@ -99,6 +99,83 @@ def test_an_environment_without_lists_and_expert():
     assert "type an action or its number" in text and "legal" not in text
     with pytest.raises(Quit):
         Human(one, lines())(Free(), "")
+
+
+KITCHEN = """
+from verl_multiturn.env import Env
+from verl_multiturn.errors import unknown
+
+PLACES = [f"{kind} {n}" for kind in ("cabinet", "countertop", "drawer", "shelf") for n in range(1, 10)]
+
+class Kitchen(Env):
+    instruction = "Find the mug."
+    max_turns = 6
+
+    def tasks(self, split):
+        return [f"{split}/pick mug-{n}" for n in range(3)]
+
+    def _reset(self, seed):
+        if not isinstance(seed, str):
+            seed = self.tasks("train")[seed % 3]
+        if seed.rpartition("/")[0] not in ("train", "valid"):
+            raise ValueError(f"no game {seed!r}")
+        return f"game {seed}", {"task_type": "pick"}
+
+    def _step(self, action):
+        known = action in self.admissible()
+        done = action == "go to shelf 9"
+        return f"you {action}", 0.0, done, {"valid": known, "success": done}
+
+    def admissible(self):
+        return [f"go to {place}" for place in PLACES] + ["inventory", "look"]
+"""
+
+
+@pytest.fixture
+def kitchen(tmp_path):
+    (tmp_path / "kitchen.py").write_text(KITCHEN)
+    return tmp_path / "kitchen.py"
+
+
+def test_a_task_by_its_name_and_many_actions_by_number_or_beginning(kitchen):
+    said = call(
+        kitchen, "--seed", "valid/pick mug-1", typed="38\nGO TO  SHELF\ninv\n=look around\ngo to shelf 9\n"
+    )
+    assert "task valid/pick mug-1 (pick)" in said and "game valid/pick mug-1" in said
+    lines = said.partition("legal:\n")[2].splitlines()
+    assert "legal: 1" not in said and max(map(len, lines[:20])) <= 80  # columns, as wide as the screen
+    assert lines[0].split() == [*"1 go to cabinet 1".split(), *"14 go to countertop 5".split(),
+                                *"27 go to drawer 9".split()]  # fmt: skip
+    assert "step 1: look\n" in said  # by number
+    assert "9 actions begin so; =GO TO  SHELF sends it as it is: go to shelf 1, go to shelf 2" in said
+    assert "step 2: inventory\n" in said  # the only one that begins so
+    assert "step 3: look around (not an action here)" in said  # as it stands
+    assert "step 4: go to shelf 9\n" in said and "solved after 4 turns" in said
+
+
+def test_a_task_that_there_is_not(kitchen):
+    said = call(kitchen, "--seed", "valid_seen/pick mug-1", "--policy", "random", code=2)
+    assert said.strip() == "no game 'valid_seen/pick mug-1'"
+
+
+def test_a_panel_of_named_tasks(kitchen, tmp_path):
+    panel = Panel.build(f"{kitchen}:Kitchen", {}, "valid", "valid")
+    panel.save(tmp_path / "valid.json")
+    said = call("--panel", tmp_path / "valid.json", "--policy", "random")
+    assert [line for line in said.splitlines() if line.startswith("task ")] == [
+        f"task valid/pick mug-{n} (pick), up to 6 turns" for n in range(3)
+    ]
+
+
+def test_every_action_is_shown_once():
+    one = screen()
+    legal = [f"action number {n}" for n in range(1, 42)]
+    one.choices(legal, numbered=True)
+    text = shown(one)
+    assert [
+        text.count(f"{n} action number {n} ") + text.count(f"{n} action number {n}\n") for n in (1, 9, 41)
+    ] == [1] * 3
+    assert len(text.splitlines()) == 6 and max(map(len, text.splitlines())) <= 200
 
 
 def test_random_and_expert_are_those_of_a_panel():

@@ -64,3 +64,13 @@ def test_failed_trajectories_and_missing_numbers(clock):
     first, second, *rest = out.getvalue().splitlines()
     assert first.endswith("failed 3") and "success nan" in second and "failed" not in second
     assert rest == ["validation at step 2: no episode survived", "saved"]
+
+
+def test_more_panels_are_named_after_the_own_one():
+    """`multiturn.also`: their success; a task type of the run's own panel is no panel."""
+    out = io.StringIO()
+    own = {"val/success": 0.5, "val/success_low": 0.4, "val/success_high": 0.6, "val/episodes": 64.0}
+    types = {"val/success/success": 1.0, "val/success/near": 1.0, "val-core/lake/reward": 0.1, "step": 2.0}
+    more = {"val/train/success": 0.75, "val/train/success/near": 1.0, "val/unseen/success": 0.25}
+    Progress(3, stream=out).validation(2, own | types | more, 1.0)
+    assert "[0.400, 0.600] on 64 episodes, train 0.750, unseen 0.250  1.0 s" in out.getvalue()

@@ -117,3 +117,33 @@ def test_learning_curve(run, tmp_path):
     assert blue.sum() > 1000 and (coloured & ~blue).sum() > 1000
     columns = blue.any(axis=0).nonzero()[0]
     assert columns.max() - columns.min() > 800  # the curve spans the picture
+
+
+def test_more_panels_have_rows_and_curves_of_their_own(tmp_path, panel):
+    """They touch neither the run's own rows nor the panel's check."""
+    of = {"val": {"split": "val", "panel": "val"}, "unseen": {"split": "val", "panel": "unseen"}}
+    with RunWriter(tmp_path / "run", {}) as writer:
+        for step, own, other in (
+            (0, [False] * 4, [False, True]),
+            (8, [True, True, False, False], [True] * 2),
+        ):
+            records = [one | of["val"] for one in validation(panel, own)]
+            records += [
+                one | of["unseen"] | {"task": f"far {n}"} for n, one in enumerate(validation(panel, other))
+            ]
+            writer.trajectories("val", step, records)
+        for step in range(9):
+            writer.metrics(step, {"multiturn/success/mean": 0.5})
+    run = Run(tmp_path / "run")
+    table = success_table(run, panel)
+    assert table.index.tolist() == [
+        "random", "expert", "warm start", "trained", "warm start, unseen", "trained, unseen"
+    ]  # fmt: skip
+    assert table.loc["trained", ["success", "n"]].tolist() == [0.5, 4]
+    assert table.loc["warm start, unseen", ["success", "n"]].tolist() == [0.5, 2]
+    assert table.loc["trained, unseen", "success"] == 1
+    learning_curve(run, tmp_path / "curve.png")
+    with RunWriter(tmp_path / "own") as writer:
+        writer.trajectories("val", 8, [one | of["val"] for one in validation(panel, [True] * 4)])
+    learning_curve(Run(tmp_path / "own"), tmp_path / "own.png")
+    assert (tmp_path / "curve.png").read_bytes() != (tmp_path / "own.png").read_bytes()

@@ -18,6 +18,7 @@ from verl.utils import tensordict_utils
 
 from verl_multiturn import configure
 from verl_multiturn.compose import compose
+from verl_multiturn.errors import RunStopped
 from verl_multiturn.runs import Run
 from verl_multiturn.trainer import MultiTurnTrainer
 
@@ -312,6 +313,7 @@ def test_enough_survivors_pass(trainer, queue):
     assert metrics == {
         "of_verl": 1.0,
         "multiturn/failed_trajectories/mean": 1,
+        "multiturn/dropped_groups/mean": 0,
         "multiturn/refills/mean": 0,
     }
     assert trainer.submitted == trainer.progress.lines == queue.cleared == []
@@ -385,6 +387,119 @@ def test_the_real_buffer_with_no_survivor(trainer, queue):
     assert not any(tag.get("is_prompt") for tag in queue.tags.values())
 
 
+class Rollout:
+    """verl's agent loop manager, over verl's own submission and buffer; `lose` says who fails.
+
+    Args:
+        lose: called with uid and session.
+    """
+
+    def __init__(self, trainer, queue, lose):
+        self.queue, self.lose, self.uids = queue, lose, []
+        trainer.agent_loop_manager, trainer.train_dataloader_it = self, None
+        trainer.train_dataloader = [{"raw_prompt": np.empty(2, object), "index": torch.arange(2)}]
+        trainer.config.data.train_batch_size, trainer.replay_buffer.poll_interval = 2, 0.0
+        del trainer._add_prompts_to_generate
+
+    def generate_sequences(self, batch):
+        """As two workers would: a chunk each."""
+        for chunk in batch.chunk(2):
+            for uid, index in zip(chunk["uid"], chunk["index"].tolist(), strict=True):
+                self.uids.append((uid, index))
+                alive = [session for session in range(2) if not self.lose(uid, session)]
+                keys = [f"{uid}_{session}_{row}" for session in alive for row in range(2)]
+                if keys:
+                    put(self.queue, {key: TURN_ROWS["g_0_0"] for key in keys})
+                status = "finished" if len(alive) == 2 else "failure"
+                self.queue.kv_batch_put([uid], "train", tags=[{"status": status}])
+
+
+def rolled_out(trainer, queue, group, lose, refills=1, min_share=0.5):
+    """A step of two groups of two, two rows each; what is trained on, and the prompts rolled out."""
+    trainer.settings.failures.group, trainer.settings.failures.refills = group, refills
+    trainer.settings.failures.min_share = min_share
+    rollout = Rollout(trainer, queue, lose)
+    trainer._add_batch_to_generate()
+    batch, metrics = trainer.replay_buffer.sample(global_steps=5, partition_id="train", batch_size=2)
+    assert set(queue.tags) == {("train", key) for key in batch.keys}, "nothing else is left behind"
+    assert batch.extra_info is not None, "verl writes the temperature there"
+    named = {name.split("/")[1]: value for name, value in metrics.items() if name.startswith("multiturn/")}
+    return sorted(batch.keys), named, rollout.uids
+
+
+FIRST, SECOND = "000005-000000", "000005-000001"
+
+
+def one_lost(uid, session):
+    return (uid, session) == (FIRST, 1)
+
+
+def rows_of(*uids):
+    return [f"{uid}_{session}_{row}" for uid in uids for session in range(2) for row in range(2)]
+
+
+def test_an_incomplete_group_is_kept(trainer, queue):
+    keys, metrics, uids = rolled_out(trainer, queue, "keep", one_lost)
+    assert keys == [*rows_of(FIRST)[:2], *rows_of(SECOND)]
+    assert metrics == {"failed_trajectories": 1, "dropped_groups": 0, "refills": 0}
+    assert uids == [(FIRST, 0), (SECOND, 1)]
+
+
+def test_an_incomplete_group_is_dropped(trainer, queue):
+    keys, metrics, _ = rolled_out(trainer, queue, "drop", one_lost)
+    assert keys == rows_of(SECOND)
+    assert metrics == {"failed_trajectories": 1, "dropped_groups": 1, "refills": 0}
+    assert set(rows_of(FIRST)[:2]) <= {key for _, key in queue.cleared}
+
+
+def test_a_group_that_is_lost_whole_counts_as_dropped(trainer, queue):
+    keys, metrics, _ = rolled_out(trainer, queue, "drop", lambda uid, session: uid == FIRST)
+    assert keys == rows_of(SECOND)
+    assert metrics == {"failed_trajectories": 2, "dropped_groups": 1, "refills": 0}
+
+
+def test_the_share_is_of_what_is_left_after_dropping(trainer, queue):
+    """Three of four survive, two are kept: less than 0.75, so all is rolled out again."""
+    keys, metrics, _ = rolled_out(trainer, queue, "drop", one_lost, min_share=0.75)
+    assert keys == rows_of("000005-000002", "000005-000003")
+    assert metrics == {"failed_trajectories": 0, "dropped_groups": 0, "refills": 1}
+    assert trainer.progress.lines == ["step 5: 2 of 4 trajectories survived (see failures.jsonl)"]
+
+
+def test_an_incomplete_group_is_rolled_out_again(trainer, queue):
+    """Its task, under a new uid that sorts where it stood; the complete group is not touched."""
+    keys, metrics, uids = rolled_out(trainer, queue, "refill", one_lost)
+    assert keys == rows_of(f"{FIRST}.1", SECOND)
+    assert metrics == {"failed_trajectories": 1, "dropped_groups": 0, "refills": 1}
+    assert uids == [(FIRST, 0), (SECOND, 1), (f"{FIRST}.1", 0)]
+    assert trainer.progress.lines == [
+        "step 5: 1 of 2 groups lost trajectories and are rolled out again (see failures.jsonl)"
+    ]
+
+
+def test_a_group_that_never_completes_is_dropped(trainer, queue):
+    keys, metrics, uids = rolled_out(
+        trainer, queue, "refill", lambda uid, session: uid.startswith(SECOND) and session == 0, refills=2
+    )
+    assert keys == rows_of(FIRST)
+    assert metrics == {"failed_trajectories": 3, "dropped_groups": 1, "refills": 2}
+    assert uids == [(FIRST, 0), (SECOND, 1), (f"{SECOND}.1", 1), (f"{SECOND}.2", 1)]
+
+
+def test_nothing_at_first_and_all_of_it_then(trainer, queue):
+    """verl raises where nobody survived; the tasks are known all the same."""
+    keys, metrics, _ = rolled_out(trainer, queue, "refill", lambda uid, _: "." not in uid)
+    assert keys == rows_of(f"{FIRST}.1", f"{SECOND}.1")
+    assert metrics == {"failed_trajectories": 4, "dropped_groups": 0, "refills": 1}
+
+
+@pytest.mark.parametrize("group", ["keep", "drop", "refill"])
+def test_refused_where_nobody_ever_survives(trainer, queue, group):
+    with pytest.raises(RuntimeError, match="step 5 has 0 of 4 trajectories after 1 refills"):
+        rolled_out(trainer, queue, group, lambda uid, session: True)
+    assert not queue.tags
+
+
 def test_validation_batches_are_recorded(trainer, queue):
     """No share is asked of them: what is missing is counted."""
     trainer._val_records, trainer._expected_val = [], 0
@@ -393,8 +508,9 @@ def test_validation_batches_are_recorded(trainer, queue):
     empty = KVBatchMeta(partition_id="val", keys=[], tags=[])
     sample = sampler(batch, empty)
     assert trainer._sample(sample, 5, "val", 1) == (batch, {"of_verl": 1.0})
-    assert trainer._sample(sample, 5, "val", 1) == (empty, {"of_verl": 1.0})
-    assert trainer._expected_val == 4
+    with pytest.raises(RunStopped, match="none of 1 tasks was played to its end"):
+        trainer._sample(sample, 5, "val", 1)
+    assert trainer._expected_val == 2
     assert [(r["split"], r["step"], r["return"]) for r in trainer._val_records] == [
         ("val", 5, 1.0),
         ("val", 5, 0.0),
@@ -419,6 +535,35 @@ def test_validation_reports_success_and_failures(trainer, queue, monkeypatch):
     assert (metrics["val/episodes"], metrics["val/failed"], metrics["val/success"]) == (2.0, 1.0, 0.5)
     assert [entry[:2] for entry in trainer.writer.written] == [("val", 5), ("metrics", 5)]
     assert trainer.progress.lines == [(5, metrics)]
+
+
+def test_validation_reports_each_panel(trainer, queue, monkeypatch):
+    """`multiturn.also`: the run's own numbers leave its tasks out, and each panel's failures are its own."""
+    rows = {
+        f"{uid}_0_0": (
+            2,
+            [1, 1],
+            extra([turn(0, 0.0, (0, 2), "s")], trajectory(won, success=bool(won)) | {"panel": p}),
+        )
+        for uid, won, p in (("a", 1.0, "val"), ("b", 0.0, "val"), ("c", 1.0, "unseen"))
+    }
+    batch = put(queue, rows, partition="val")
+    trainer.settings.also = {"unseen": {"split": "valid_unseen"}}
+    trainer.val_dataset = SimpleNamespace(sizes={"val": 2, "unseen": 2})
+
+    def verls(self):
+        self.replay_buffer.sample(global_steps=5, partition_id="val", batch_size=4)
+        return {}
+
+    trainer.replay_buffer.sample = lambda **given: trainer._sample(sampler(batch), **given)
+    monkeypatch.setattr(PPOTrainer, "_validate", verls)
+    trainer.writer = Writer()
+    metrics = trainer._validate()
+    assert (metrics["val/success"], metrics["val/episodes"], metrics["val/failed"]) == (0.5, 2, 0)
+    assert (metrics["val/unseen/success"], metrics["val/unseen/failed"]) == (1, 1)
+    assert metrics["val/unseen/success_low"] < 1
+    (written,) = [entry[2] for entry in trainer.writer.written if entry[0] == "val"]
+    assert [record["panel"] for record in written] == ["val", "val", "unseen"]
 
 
 # ------------------------------------------------------------------------------- seeded runs

@@ -619,6 +619,7 @@ SIGNATURES = {
     PPOTrainer.fit: "self agent_loop_manager",
     PPOTrainer._compute_metrics: "self batch metrics timing_raw global_steps epoch",
     PPOTrainer._fetch_one_gen_batch: "self",
+    PPOTrainer._submit_batch_to_rollout: "self batch",
     PPOTrainer._balance_batch: "self batch metrics logging_prefix keep_minibatch",
     PPOTrainer._compute_advantage: "self batch metrics",
     PPOTrainer._validate: "self",
@@ -663,7 +664,7 @@ def test_transfer_queue_signature(name):
 
 def test_every_override_exists_in_verl():
     """A hook that verl renames would silently stop being called."""
-    ours = {"_sample", "_sample_some", "_turn_advantages", "_rows", "_record"}
+    ours = {"_sample", "_sample_some", "_clear", "_roll_out_again", "_turn_advantages", "_rows", "_record"}
     overrides = {name for name, value in vars(MultiTurnMixin).items() if inspect.isfunction(value)} - ours
     assert {"fit", "_validate", "_compute_advantage"} <= overrides
     for base in (PPOTrainerSync, PPOTrainerColocateAsync):
@@ -684,6 +685,8 @@ def test_overrides_are_called_as_we_declare_them():
     assert "self._compute_metrics(batch, metrics, self.timing_raw, global_steps=self.global_steps" in fit
     assert fit.index("self.on_step_end()") < fit.index("self._compute_metrics(") < fit.index("tq.kv_clear(")
     assert "self._fetch_one_gen_batch()" in inspect.getsource(PPOTrainer._next_train_batch)
+    for submits in (PPOTrainer._add_prompts_to_generate, PPOTrainer._add_batch_to_generate):
+        assert "self._submit_batch_to_rollout(batch)" in inspect.getsource(submits)
 
 
 def test_names_our_trainer_reads(config):

@@ -11,7 +11,7 @@ from verl_multiturn.run_files import SUFFIX
 from verl_multiturn.runs import RunWriter
 from verl_multiturn.stats import wilson
 from verl_multiturn.view import MARK, build_view
-from verl_multiturn.view_data import TRAJECTORY_FIELDS, TURN_FIELDS
+from verl_multiturn.view_data import TRAJECTORY_FIELDS, TURN_FIELDS, pack_step
 from verl_multiturn.view_pieces import token_pieces
 
 NASTY = "</script><script>alert(1)</script><!-- & <b>bold</b> \u2028\u2029 {{script}} é"
@@ -32,8 +32,9 @@ def turn(t, **fields):
 def trajectory(step, group=0, sample=0, split="train", turns=3, **fields):
     full = {
         "split": split, "step": step, "group": f"{split}-{step}-{group}", "trajectory": sample, "env": "maze",
-        "task": f"task-{group}", "task_type": "near", "seed": 7, "dynamics_seed": 938688886921172103,
-        "instruction": "find the way", "return": 1.0 if sample == 0 else 0.0, "success": sample == 0,
+        "task": f"task-{group}", "task_type": "near", "panel": split, "seed": 7,
+        "dynamics_seed": 938688886921172103, "instruction": "find the way",
+        "return": 1.0 if sample == 0 else 0.0, "success": sample == 0,
         "terminated": True, "truncated": False, "truncation": None, "seconds": 1.5,
         "turns": [turn(t) for t in range(turns)],
     }  # fmt: skip
@@ -322,3 +323,12 @@ def test_the_command(run, tmp_path):
     assert out.exists() and (run / "view.html").exists()
     assert "not a recorded run" in call(tmp_path, code=2)
     assert len(call(run, "--steps", "1;2", code=2).splitlines()) == 1
+
+
+def test_the_curves_leave_out_what_is_validated_beside(tmp_path):
+    """A panel of `multiturn.also` is in the page, but not in the run's own success."""
+    own = [trajectory(2, sample=n, split="val") for n in range(4)]  # one of four
+    seen = [trajectory(2, group=1, sample=0, split="val", panel="seen") for _ in range(4)]
+    write(tmp_path, {("val", 2): own + seen})
+    packed = pack_step(tmp_path, "val", 2)
+    assert packed.size == 8 and packed.successes == [True, False, False, False] and len(packed.returns) == 4

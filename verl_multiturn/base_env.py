@@ -106,13 +106,21 @@ class Env:
         """Where the user's data of `needs.data` was found; None: nowhere."""
         return None
 
+    @classmethod
+    def preload(cls) -> None:
+        """Import what is heavy, once for all processes of `runs_in = "process"`, which then share it.
+
+        Called before they are forked: it must start no threads and open no connections. The packages
+        of `needs` are imported anyway. An environment must work without this call, too.
+        """
+
     def tasks(self, split: str) -> list[Seed]:
         """The task ids of a split, where an environment has a fixed list; the order never changes.
 
         Raises:
             ValueError: it has none of that name.
         """
-        raise ValueError(f"{type(self).__name__} has no list of tasks for split {split!r}: its tasks are seeds")
+        raise ValueError(f"{type(self).__name__} lists no tasks of split {split!r}: its tasks are seeds")
 
     def peek(self, seed: Seed) -> tuple[str, str] | None:
         """Content (see `content`) and type of a task without the cost of a reset; None: reset to know."""

@@ -1,15 +1,16 @@
 """`check_env`: does an environment keep the contract of `env.py`? One sentence for each law."""
 
+import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 from verl_multiturn.env import Env, as_env, make
 from verl_multiturn.laws import LAWS
 from verl_multiturn.load import load_class
-from verl_multiturn.probe import Broken, Subject
+from verl_multiturn.probe import Broken, Clock, Subject
 
 
 @dataclass(frozen=True)
@@ -56,13 +57,16 @@ class Report:
         return "\n".join([head, *(f"  {check}" for check in self.checks), f"  cost: {cost}"])
 
 
-def check_env(env: Any, episodes: int = 8, seed: int = 0, **kwargs: Any) -> Report:
-    """Try every law on a few episodes. An environment that raises gets a failure line.
+def check_env(env: Any, episodes: int = 8, seed: int = 0, timeout: float = 60.0, **kwargs: Any) -> Report:
+    """Try every law on a few episodes. An environment that raises or hangs gets a failure line.
+
+    The environment runs in a thread of its own, as it would in training.
 
     Args:
         env: a name for `make`, a class, or an instance (then every check shares it).
         episodes: tasks to play, with seeds `seed`, `seed + 1`, ...
         seed: the first task.
+        timeout: seconds that one call of it may take.
         **kwargs: passed to the class.
 
     Raises:
@@ -74,22 +78,53 @@ def check_env(env: Any, episodes: int = 8, seed: int = 0, **kwargs: Any) -> Repo
     if given and kwargs:
         raise ValueError("keywords go with a name or a class, not with an instance")
     title = env if isinstance(env, str) else (type(env) if given else env).__name__
-    report = Report(title)
-    if isinstance(env, str):
-        _look_up(env)
+    report, clock = Report(title), Clock()
     made: list[Env] = []
 
     def new() -> Env:
+        clock.at("building it")
         one = make(env, **kwargs) if isinstance(env, str) else as_env(env if given else env(**kwargs))
         made.append(one)
         return one
 
-    _guard(report, "make", lambda: f"it can be built ({type(new()).__name__})")
-    if made:
-        _try_laws(report, Subject(made[0], new, fresh=not given, seeds=[seed + i for i in range(episodes)]))
+    def check() -> None:
+        if isinstance(env, str):
+            _look_up(env)
+        _guard(report, clock, "make", lambda: f"it can be built ({type(new()).__name__})")
+        if not made:
+            return
+        _try_laws(report, Subject(made[0], new, not given, [seed + i for i in range(episodes)], clock))
         if not given:
-            _guard(report, "close", partial(_close, made))
-    return report
+            clock.at("close()")
+            _guard(report, clock, "close", partial(_close, made))
+
+    clock.at("importing it")
+    if _ends(check, clock, timeout):
+        return report
+    sentence = f"{clock.now[0]} took longer than {timeout:g} s; nothing after it was tried"
+    # A new report: the thread that hangs may still come back and write to the other.
+    return replace(report, checks=[*report.checks, Check(clock.law or "make", False, sentence)])
+
+
+def _ends(check: Callable[[], None], clock: Clock, timeout: float) -> bool:
+    """Call it in a thread and raise what it raises; False: one call took too long, the thread is lost."""
+    problems: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            check()
+        except BaseException as error:
+            problems.append(error)
+
+    thread = threading.Thread(target=work, name="check_env", daemon=True)
+    thread.start()
+    while thread.is_alive():
+        thread.join(min(timeout, 0.1))
+        if thread.is_alive() and time.monotonic() - clock.now[1] > timeout:
+            return False
+    if problems:
+        raise problems[0]
+    return True
 
 
 def _close(made: list[Env]) -> str:
@@ -111,7 +146,7 @@ def _look_up(name: str) -> None:
 def _try_laws(report: Report, subject: Subject) -> None:
     start = time.perf_counter()
     for name, law in LAWS:
-        _guard(report, name, partial(law, subject))
+        _guard(report, subject.clock, name, partial(law, subject))
         if name == "types" and not report.ok:
             break  # what follows would only repeat it
     spent = time.perf_counter() - start
@@ -122,10 +157,11 @@ def _try_laws(report: Report, subject: Subject) -> None:
     report.checks.append(Check("cost", True, sentence))
 
 
-def _guard(report: Report, name: str, law: Callable[[], str]) -> None:
+def _guard(report: Report, clock: Clock, name: str, law: Callable[[], str]) -> None:
+    clock.law = name
     try:
         report.checks.append(Check(name, True, law()))
     except Broken as broken:
         report.checks.append(Check(name, False, str(broken)))
-    except Exception as error:  # an environment may raise anything; the report must say so and go on
+    except (Exception, SystemExit) as error:  # an environment may raise anything: say so and go on
         report.checks.append(Check(name, False, f"raised {type(error).__name__}: {error}"))

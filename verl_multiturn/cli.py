@@ -15,7 +15,9 @@ from rich.table import Table
 from rich.text import Text
 from typer.core import TyperGroup
 
+from verl_multiturn.cli_envs import envs, measure_envs, panels
 from verl_multiturn.cli_eval import evaluate
+from verl_multiturn.cli_games import make_alfworld_games
 from verl_multiturn.cli_run import key_values, play, replay, rescore
 from verl_multiturn.cli_setup import doctor
 
@@ -41,14 +43,6 @@ def options(
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
 ) -> None:
     """Multi-turn agent training on stock verl."""
-
-
-@app.command()
-def envs() -> None:
-    """List the environments."""
-    from verl_multiturn.load import list_envs
-
-    _show(("environment", "what it is"), list_envs().items())
 
 
 @app.command()
@@ -134,7 +128,7 @@ def view(
     typer.echo(f"wrote {page.path}: {page.trajectories} trajectories, {page.size / 1e6:.1f} MB{without}")
 
 
-for command in (rescore, replay, play, doctor):
+for command in (envs, panels, measure_envs, rescore, replay, play, doctor, make_alfworld_games):
     app.command()(command)
 app.command("eval")(evaluate)
 

@@ -19,7 +19,9 @@ from verl_multiturn.recipes_index import list_recipes, recipes_dir
 
 CONFIG = Path(__file__).parent / "config"
 REQUIRED = ("multiturn.env", "actor_rollout_ref.model.path")
-FREE = ("multiturn.env_kwargs", "multiturn.keywords")  # their keys are the environment's, the algorithm's
+TASKS = ("multiturn.train", "multiturn.val", "multiturn.test")
+# Their keys are the environment's, the algorithm's, the user's; those of tasks depend on one another.
+FREE = ("multiturn.env_kwargs", "multiturn.keywords", "multiturn.also", *TASKS)
 
 
 def plain(config: DictConfig) -> dict[str, Any]:
@@ -35,14 +37,23 @@ def compose(recipe: str, overrides: list[str]) -> DictConfig:
     """
     if recipe not in ("multiturn", *list_recipes()):
         raise unknown("recipe", recipe, list_recipes(), "Recipes are the YAML files in recipes/.")
-    # Hydra lets an override set only keys that exist, unless it starts with ++.
-    free = tuple(f"{name}{end}" for name in FREE for end in ("=", "."))
-    config = _hydra(recipe, [f"++{one}" if one.startswith(free) else one for one in overrides])
+    config = _hydra(recipe, [part for one in overrides for part in _freed(one)])
     if missing := [name for name in REQUIRED if OmegaConf.select(config, name) is None]:
         raise ValueError(f"{' and '.join(missing)} must be set, e.g. {missing[0]}=...")
     if recipe != "multiturn":
         check_keys(config, _hydra("multiturn", []))
     return config
+
+
+def _freed(override: str) -> list[str]:
+    """An override as hydra takes it: a free key may be new, and new tasks replace the recipe's whole.
+
+    Hydra sets only keys that exist, unless it reads ++, and would merge {split} into {first_seed, size}.
+    """
+    if override.startswith(tuple(f"{name}={{" for name in TASKS)):
+        return [f"~{override.partition('=')[0]}", f"++{override}"]
+    free = tuple(f"{name}{end}" for name in FREE for end in ("=", "."))
+    return [f"++{override}" if override.startswith(free) else override]
 
 
 def _hydra(recipe: str, overrides: list[str]) -> DictConfig:

@@ -13,6 +13,7 @@ from verl_multiturn.algorithms import find, list_algorithms
 from verl_multiturn.compose import plain
 from verl_multiturn.errors import unknown
 from verl_multiturn.limits import check_values
+from verl_multiturn.panel import ALSO
 from verl_multiturn.rollout.episode import check_anchor
 from verl_multiturn.rollout.parsing import ActionFormat
 from verl_multiturn.rollout.prompts import prompt_policy
@@ -37,6 +38,9 @@ def prepare(config: DictConfig) -> DictConfig:
         if path.endswith(".py"):
             settings.env = f"{Path(path).resolve()}:{name}" if name else str(Path(path).resolve())
         settings.run = str(Path(settings.run).resolve())
+        if settings.also:
+            panels = ("val", *(f"{ALSO}{name}" for name in settings.also))
+            config.data.val_files = [f"{settings.run}/panels/{panel}.json" for panel in panels]
     if config.algorithm.use_kl_in_reward and settings.algorithm not in VERL_ALGORITHMS:
         raise ValueError(
             f"algorithm.use_kl_in_reward changes token rewards, which {settings.algorithm} does not read: "
@@ -66,6 +70,7 @@ def _check_choices(config: DictConfig) -> None:
     for key, value, valid in (
         ("multiturn.algorithm", settings.algorithm, list_trainable()),
         ("multiturn.row", settings.row, LAYOUTS),
+        ("multiturn.small_model.imitate", settings.small_model.imitate, ("played", "expert")),
         ("trainer.v1.trainer_mode", config.trainer.v1.trainer_mode, MODES),
     ):
         if value not in valid and not (key == "multiturn.algorithm" and ":" in value):

@@ -4,6 +4,7 @@ import dataclasses
 import hashlib
 import json
 import random
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -38,6 +39,9 @@ class Plan:
     layers: int
     steps: int
     noise: float
+    imitate: str  # what was "played", or what the "expert" would have done where chance decided
+    prompt_weight: float
+    episodes: int | None  # distinct demonstrations; None: every one is new
     batch: int
     lr: float
     seed: int
@@ -49,6 +53,8 @@ class Plan:
         prompt = dict(settings["prompt"])
         policy = prompt.pop("policy")
         sizes = {name: value for name, value in settings["small_model"].items() if name != "cache"}
+        if sizes["seed"] is None:
+            sizes["seed"] = settings["seed"]
         return cls(
             env=settings["env"],
             env_kwargs=settings["env_kwargs"],
@@ -57,14 +63,15 @@ class Plan:
             policy=policy,
             form=ActionFormat(**settings["action"]),
             max_tokens=config.data.max_prompt_length + config.data.max_response_length,
-            seed=settings["seed"],
             **sizes,
         )
 
     def digest(self) -> str:
-        """Of the plan, of the code that carries it out and of the environment's file."""
-        module = sys.modules[load_class(self.env, Env).__module__]
-        sources = [path.read_text() for path in (*CODE, Path(str(module.__file__)))]
+        """Of the plan, of the code that carries it out, of the environment's file and its parts."""
+        module = Path(str(sys.modules[load_class(self.env, Env).__module__].__file__))
+        parts = sorted(set(re.findall(r"from environments\.(\w+_parts)\b", module.read_text())))
+        files = [file for part in parts for file in sorted((module.parent / part).glob("*.py"))]
+        sources = [path.read_text() for path in (*CODE, module, *files)]
         parts = [json.dumps(dataclasses.asdict(self), sort_keys=True, default=str), *sources]
         return hashlib.blake2b("\0".join(parts).encode(), digest_size=8).hexdigest()
 
@@ -84,6 +91,19 @@ def demonstrations(plan: Plan, noise: float, first: int = FIRST_SEED) -> Iterato
         seed += 1
 
 
+def repeated(plan: Plan) -> Iterator[Demonstration]:
+    """`plan.episodes` demonstrations over and over, in changing order; all new ones if it is None."""
+    stream = demonstrations(plan, plan.noise)
+    if plan.episodes is None:
+        yield from stream
+        return
+    kept = [next(stream) for _ in range(plan.episodes)]
+    rng = random.Random(derive_seed("order of demonstrations", plan.seed))
+    while True:
+        rng.shuffle(kept)
+        yield from kept
+
+
 def _episode(
     env: Env, policy: PromptPolicy, plan: Plan, noise: float, rng: random.Random, seed: int
 ) -> Demonstration:
@@ -92,8 +112,10 @@ def _episode(
     turns, over = [], False
     while not over:
         view.observation, view.admissible = observation, env.admissible()
-        action = env.random_action(rng) if rng.random() < noise else _expert(env, rng)
-        answer = f"<{plan.form.tag}>{action}</{plan.form.tag}>" if plan.form.tag else action
+        chance = rng.random() < noise
+        action = env.random_action(rng) if chance else _expert(env, rng)
+        learnt = _expert(env, rng) if chance and plan.imitate == "expert" else action
+        answer = f"<{plan.form.tag}>{learnt}</{plan.form.tag}>" if plan.form.tag else learnt
         if plan.form.think:
             answer = f"<think></think>{answer}"
         if plan.row == "trajectory" and chat:

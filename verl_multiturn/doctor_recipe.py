@@ -7,7 +7,6 @@ import re
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 from omegaconf import DictConfig, OmegaConf, open_dict
 
@@ -194,7 +193,7 @@ def panels(config: DictConfig, into: dict[str, Panel]) -> list[Line]:
     """Build or load the panels, as main does; `into` receives them."""
     into.update(tasks.panels(config))
     found = [
-        Line("panels", "ok", split, f"{len(panel.tasks)} tasks, {_source(config.multiturn[split])}")
+        Line("panels", "ok", split, f"{len(panel.tasks)} tasks, {tasks.source(config.multiturn, split)}")
         for split, panel in into.items()
     ]
     shared = config.multiturn.val == config.multiturn.test
@@ -202,10 +201,6 @@ def panels(config: DictConfig, into: dict[str, Panel]) -> list[Line]:
     text = f"{pair}: no task in common, by content"
     found.append(Line("panels", "ok", "disjoint", text))
     return found
-
-
-def _source(given: Any) -> str:
-    return f"panel {given}" if isinstance(given, str) else f"built from seed {given.first_seed} on"
 
 
 def tokenizer_folder(config: DictConfig) -> Path | None:

@@ -10,11 +10,11 @@ import numpy as np
 import pandas as pd
 from omegaconf import DictConfig
 
-from verl_multiturn.compose import plain
 from verl_multiturn.panel import Panel, load_panel
 from verl_multiturn.report import success
 from verl_multiturn.run_files import Record
 from verl_multiturn.stats import Interval, mean_interval
+from verl_multiturn.tasks import panel_of
 
 SPLIT = "eval"
 
@@ -33,13 +33,13 @@ def choose_panel(config: DictConfig, name: str | None = None, run: Path | None =
             if panel.env == config.multiturn.env:
                 return panel
     settings = config.multiturn
-    given, kwargs = settings.test or settings.val, plain(settings.env_kwargs)
-    if isinstance(given, str):
-        return load_panel(given)
-    if settings.test is None and not kwargs:
+    split = "val" if settings.test is None else "test"
+    if isinstance(settings[split], str):
+        return load_panel(settings[split])
+    if settings.test is None and not settings.env_kwargs:
         with suppress(ValueError):  # few environments bring a panel of their own
             return load_panel(f"{settings.env}-test")
-    return Panel.build(settings.env, kwargs, count(given.first_seed), "val", frozenset(), given.size)
+    return panel_of(settings, split)
 
 
 def free_folder(panel: Panel, parent: str | Path = "runs") -> Path:

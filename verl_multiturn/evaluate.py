@@ -5,7 +5,6 @@ The outcome is a recorded run with the split "eval", so that whatever reads runs
 
 import asyncio
 import time
-import traceback
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -171,7 +170,7 @@ class Evaluation:
         # These cost one episode; anything else would fail them all.
         except (EnvironmentFailure, PromptTooLong, Refused) as error:
             self.progress.failed += 1
-            self.writer.failure(self._failure(episode, error))
+            self.writer.failure(episode.failure(error) | {"split": SPLIT, "step": self.step})
             return
         record = to_record(trajectory, self.rollout.settings["row"], self.step, self.model.token_ids)
         self._played[n, sample] = record
@@ -203,18 +202,6 @@ class Evaluation:
             decode=self.model.decode,
             anchor=settings["anchor"],
         )
-
-    def _failure(self, episode: Episode, error: Exception) -> Record:
-        return {
-            "time": time.time(),
-            "split": SPLIT,
-            "step": self.step,
-            "task": episode.task.id,
-            "trajectory": episode.task.sample,
-            "turn": len(episode.turns),
-            "error": str(error),
-            "traceback": "".join(traceback.format_exception(error)),
-        }
 
 
 def check_new(folder: Path) -> None:

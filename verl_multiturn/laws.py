@@ -5,9 +5,8 @@ import random
 from collections.abc import Callable, Hashable
 from functools import partial
 
-import numpy as np
-
 from verl_multiturn.env import derive_seed
+from verl_multiturn.isolation_laws import global_chance, instances, success_flags
 from verl_multiturn.probe import Broken, Subject, kind, need
 
 NONSENSE = ("", "no such action \N{SNOWMAN}", "x" * 2_000)
@@ -22,7 +21,8 @@ def types(s: Subject) -> str:
         need(isinstance(s.env.instruction, str) and s.env.instruction, "instruction must be a text.")
         turns = s.env.max_turns
         need(isinstance(turns, int) and turns >= 1, f"max_turns is {turns!r}, not a positive int.")
-        s.play(s.env, partial(s.act, s.env, rng))
+        actions, trace = s.play(s.env, partial(s.act, s.env, rng))
+        s.first.setdefault(seed, (actions, [t[4]["success"] for t in trace]))
     need(s.env.snapshots in ("copy", "replay", "none"), f"snapshots is {s.env.snapshots!r}.")
     need(s.env.runs_in in ("thread", "process"), f"runs_in is {s.env.runs_in!r}.")
     return "attributes, reset and step have the right types"
@@ -103,11 +103,16 @@ def unknown_action(s: Subject) -> str:
             s.reset(s.env, seed)
             before, listed = s.env.state_key(), s.env.admissible()
             try:
-                valid = s.step(s.env, action)[4]["valid"]
+                info = s.step(s.env, action)[4]
             except Broken:
                 raise
             except Exception as error:
                 raise Broken(f"action {action[:20]!r} raised {type(error).__name__}: {error}") from None
+            valid = info["valid"]
+            need(
+                valid or not info["success"],
+                f"info['success'] is True after the invalid action {action[:20]!r}, the first of an episode.",
+            )
             known = listed is None or action in listed or not valid
             need(known, f"action {action[:20]!r} is not admissible, yet info['valid'] is True.")
             need(
@@ -122,15 +127,15 @@ def snapshot(s: Subject) -> str:
         return 'not tried: snapshots = "none"'
     for seed in s.seeds:
         actions = s.middle(s.env, seed)
-        saved, key = s.env.snapshot(), s.env.state_key()
-        child, sibling = s.env.fork(), s.env.fork()
+        saved, key = s.timed(s.env.snapshot), s.env.state_key()
+        child, sibling = s.timed(s.env.fork), s.timed(s.env.fork)
         need(child is not s.env, "fork returns the environment itself.")
         truth = s.follow(child, actions)
         need(s.env.state_key() == key, f"a fork's steps changed its parent (seed {seed}).")
         need(s.follow(sibling, actions) == truth, f"two forks of one state differ (seed {seed}).")
         need(s.follow(s.env, actions) == truth, f"a fork's steps changed its parent (seed {seed}).")
         for _ in range(2):
-            s.env.restore(saved)
+            s.timed(s.env.restore, saved)
             need(s.env.state_key() == key, f"restore does not bring back the state key (seed {seed}).")
             need(
                 s.follow(s.env, actions) == truth,
@@ -138,12 +143,12 @@ def snapshot(s: Subject) -> str:
             )
         twins = []
         for _ in range(2):
-            s.env.restore(saved, seed=derive_seed(seed, "twin"))
+            s.timed(s.env.restore, saved, seed=derive_seed(seed, "twin"))
             need(s.env.state_key() == key, f"restore with a seed changes the state (seed {seed}).")
             twins.append(s.step(s.env, actions[0])[:4])
         need(twins[0] == twins[1], f"restore with the same seed gives two different steps (seed {seed}).")
-        child.close()
-        sibling.close()
+        s.timed(child.close)
+        s.timed(sibling.close)
     return f'snapshots ("{s.env.snapshots}") replay exactly; parent and siblings stay apart'
 
 
@@ -151,30 +156,10 @@ def pickles(s: Subject) -> str:
     """A pickled copy goes on as the original does."""
     for seed in s.seeds[:3]:
         actions = s.middle(s.env, seed)
-        copy = pickle.loads(pickle.dumps(s.env))
+        copy = s.timed(pickle.loads, s.timed(pickle.dumps, s.env))
         same = s.follow(copy, actions) == s.follow(s.env, actions)
         need(same, f"after a pickle round trip the episode goes on differently (seed {seed}).")
     return "a pickled copy goes on as the original does"
-
-
-def global_chance(s: Subject) -> str:
-    """Neither `random` nor `numpy.random` is touched."""
-    saved = random.getstate(), np.random.get_state()
-    try:
-        # A state no environment would seed by itself, else seeding the same number again would not show.
-        random.seed(derive_seed("check_env"))
-        np.random.seed(derive_seed("check_env") % 2**32)
-        before = random.getstate(), pickle.dumps(np.random.get_state())
-        for seed in s.seeds[:3]:
-            s.reset(s.env, seed)
-            s.play(s.env, partial(s.act, s.env, random.Random(seed)))
-        after = random.getstate(), pickle.dumps(np.random.get_state())
-    finally:
-        random.setstate(saved[0])
-        np.random.set_state(saved[1])
-    for i, name in enumerate(("random", "numpy.random")):
-        need(before[i] == after[i], f"it uses or seeds the global `{name}`: use self.rng and self.noise.")
-    return "the global generators are left alone"
 
 
 def random_play(s: Subject) -> str:
@@ -227,7 +212,9 @@ LAWS: list[tuple[str, Callable[[Subject], str]]] = [
     ("snapshot", snapshot),
     ("pickle", pickles),
     ("global random", global_chance),
+    ("instances", instances),
     ("random policy", random_play),
     ("expert", expert_play),
     ("success", success),
+    ("success flags", success_flags),
 ]

@@ -4,6 +4,8 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from verl_multiturn.errors import unknown
+
 # key -> (type, least value); a trailing ? allows null
 VALUES: dict[str, tuple[type, float]] = {
     "multiturn.algorithm": (str, 0),
@@ -23,6 +25,9 @@ VALUES: dict[str, tuple[type, float]] = {
     "multiturn.step_timeout": (float, 0.001),
     "multiturn.episode_timeout": (float, 0.001),
     "multiturn.env_threads": (int, 1),
+    "multiturn.env_max_memory_mb?": (float, 1),
+    "multiturn.env_max_episodes?": (int, 1),
+    "multiturn.failures.group": (str, 0),
     "multiturn.failures.min_share": (float, 0),
     "multiturn.failures.refills": (int, 0),
     "multiturn.seeded": (bool, 0),
@@ -32,6 +37,10 @@ VALUES: dict[str, tuple[type, float]] = {
     "multiturn.small_model.width": (int, 32),
     "multiturn.small_model.layers": (int, 1),
     "multiturn.small_model.steps": (int, 1),
+    "multiturn.small_model.seed?": (int, 0),
+    "multiturn.small_model.prompt_weight": (float, 0),
+    "multiturn.small_model.imitate": (str, 0),
+    "multiturn.small_model.episodes?": (int, 1),
     "multiturn.small_model.batch": (int, 1),
     "data.train_batch_size": (int, 1),
     "data.max_prompt_length": (int, 1),
@@ -44,8 +53,12 @@ VALUES: dict[str, tuple[type, float]] = {
     "trainer.save_freq": (int, -1),
     "trainer.device": (str, 0),
 }
+GROUPS = ("keep", "drop", "refill")  # multiturn.failures.group
 NAMES = {str: "text", bool: "true or false", int: "a whole number", float: "a number"}
 TEMPLATES = ("first", "turn", "next", "history_item", "admissible", "format")
+TASK_KEYS = ("first_seed", "size", "split")
+# What stands beside val/<name> of a panel in the metrics.
+OWN_METRICS = ("val", "success", "success_low", "success_high", "return", "turns", "episodes", "failed")
 BLOCKS = ("action", "prompt", "failures", "small_model", "gigpo", "reinforce", "turn_gae", "rloo")
 
 
@@ -66,8 +79,12 @@ def check_values(config: DictConfig) -> None:
             continue
         bound = f" of at least {least:g}" if kind in (int, float) and least > -1 else ""
         raise ValueError(f"{key}={value!r} must be {NAMES[kind]}{bound}{' or null' if optional else ''}")
-    for split, optional in (("train", False), ("val", False), ("test", True)):
-        _check_tasks(f"multiturn.{split}", config.multiturn[split], optional)
+    if (group := config.multiturn.failures.group) not in GROUPS:
+        raise unknown("value of multiturn.failures.group", group, GROUPS)
+    for split in ("train", "val", "test"):
+        if config.multiturn[split] is not None:
+            _check_tasks(f"multiturn.{split}", config.multiturn[split])
+    _check_also(config.multiturn.also)
 
 
 def _fits(value: Any, kind: type, least: float) -> bool:
@@ -78,13 +95,31 @@ def _fits(value: Any, kind: type, least: float) -> bool:
     return bool(value >= least)
 
 
-def _check_tasks(key: str, value: Any, optional: bool) -> None:
-    if isinstance(value, str) or (value is None and optional):
+def _check_also(also: Any) -> None:
+    if not isinstance(also, DictConfig):
+        raise ValueError(f"multiturn.also={also!r} must be a group of panels, such as {{unseen: PANEL}}")
+    for name, value in ((str(name), value) for name, value in also.items()):
+        # It becomes a file of the run and a part of metric names.
+        if name in OWN_METRICS or not name.replace("-", "_").isidentifier():
+            raise ValueError(
+                f"multiturn.also.{name}: a panel's name is a word of letters, digits, _ and -, and none of "
+                f"{', '.join(OWN_METRICS)}"
+            )
+        _check_tasks(f"multiturn.also.{name}", value, alone=False)
+
+
+def _check_tasks(key: str, value: Any, alone: bool = True) -> None:
+    """A panel or a group of keys; `alone`: its size will do, as the role of the tasks gives the seeds."""
+    if isinstance(value, str):
         return
-    if isinstance(value, DictConfig) and set(value) == {"first_seed", "size"}:
-        if _fits(value.first_seed, int, 0) and _fits(value.size, int, 1):
+    keys = set(value) if isinstance(value, DictConfig) else set()
+    for name in sorted(keys - {*TASK_KEYS}, key=str):
+        raise unknown(f"key of {key}", name, TASK_KEYS)
+    if keys in ({"first_seed", "size"}, {"split"}, {"split", "size"}, {"size"} if alone else None):
+        right = _fits(value.get("first_seed", 0), int, 0) and _fits(value.get("size", 1), int, 1)
+        if right and isinstance(value.get("split", ""), str):
             return
     raise ValueError(
-        f"{key}={value!r} must be the name or file of a panel, or {{first_seed: N, size: at least 1}}"
-        + (" or null" if optional else "")
+        f"{key}={value!r} must be the name or file of a panel, {{first_seed: N, size: at least 1}}, "
+        f"{{split: NAME}} or {{split: NAME, size: at least 1}}{' or null' if alone else ''}"
     )

@@ -39,6 +39,20 @@ def load_class(name: str, base: type) -> Any:
     return _named(module, target, class_name, base) if class_name else _only(module, target, base)
 
 
+def classes(file: str, base: type) -> dict[str, Any]:
+    """Names for `make` -> environment classes of a file in an environments folder (its bare name).
+
+    Raises:
+        ValueError: there is none in it.
+        Exception: whatever importing the file raises.
+    """
+    module = importlib.import_module(f"environments.{file}")
+    found = _candidates(module, base)
+    if len(found) > 1:
+        return {f"{file}:{name}": cls for name, cls in found.items()}
+    return {file: _only(module, file, base)}
+
+
 def list_envs() -> dict[str, str]:
     """Every environment found: name -> first line of its docstring. Files are read, not imported."""
     _see_cwd()

@@ -4,12 +4,14 @@ verl picks a reduction by the substrings max, min, sum, total and mean of a name
 """
 
 from collections import defaultdict
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from verl_multiturn.algorithms.gigpo import GiGPOConfig
 from verl_multiturn.algorithms.metrics import diagnostics
+from verl_multiturn.run_files import by_panel
 from verl_multiturn.stats import wilson
 from verl_multiturn.turns import TurnBatch
 
@@ -41,6 +43,22 @@ def of_turns(
     }
 
 
+def of_panels(trajectories: list[dict[str, Any]], expected: int, also: Mapping[str, int]) -> dict[str, float]:
+    """`of_validation` of the run's panel, and of each more under val/<name>/.
+
+    Args:
+        trajectories: of one validation, all panels together.
+        expected: how many there should be.
+        also: how many of them there should be of each panel of `multiturn.also`.
+    """
+    played = by_panel(trajectories)
+    found = of_validation(played[""], expected - sum(also.values()))
+    for name, size in also.items():
+        more = of_validation(played.get(name, []), size)
+        found |= {key.replace("val/", f"val/{name}/", 1): value for key, value in more.items()}
+    return found
+
+
 def of_validation(trajectories: list[dict[str, Any]], expected: int) -> dict[str, float]:
     """Success on the panel with its Wilson 95 % interval, by task type too; failures are counted."""
     found = {"val/episodes": float(len(trajectories)), "val/failed": float(expected - len(trajectories))}
@@ -54,6 +72,6 @@ def of_validation(trajectories: list[dict[str, Any]], expected: int) -> dict[str
     found |= {"val/success": success.mean, "val/success_low": success.low, "val/success_high": success.high}
     found["val/return"] = float(np.mean([t["return"] for t in trajectories]))
     found["val/turns"] = float(np.mean([len(t["turns"]) for t in trajectories]))
-    if len(by_type) > 1:
+    if set(by_type) != {"default"}:
         found |= {f"val/success/{name}": float(np.mean(group)) for name, group in sorted(by_type.items())}
     return found

@@ -6,6 +6,7 @@ the seed leads to, so a changed environment is noticed and the same task under t
 
 import hashlib
 import json
+import math
 import os
 from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from verl_multiturn.errors import unknown
 from verl_multiturn.load import environment_folders
 
 FIRST_ID = {"test": 0, "val": 500_000, "train": 1_000_000}  # where each split's seeds start
+ALSO = "val/"  # how the splits of multiturn.also begin: validated beside "val", each under its own name
 PATIENCE = 5_000  # seeds in a row that bring nothing new before `build` stops looking
 
 
@@ -57,7 +59,7 @@ class Panel:
         cls,
         env: str,
         kwargs: Mapping[str, Any],
-        ids: Iterable[Seed],
+        ids: Iterable[Seed] | str,
         split: str,
         exclude: Set[str] = frozenset(),
         n: int | None = None,
@@ -68,22 +70,30 @@ class Panel:
         The search ends with `ids`, or after 5,000 seeds in a row without a new task, so `ids` may be
         endless.
 
+        Args:
+            env: a name for `make`.
+            kwargs: its keywords.
+            ids: task ids; a text is the name of a list of the environment's own (`Env.tasks`).
+            split: of the panel.
+            exclude: content hashes to leave out.
+            n: how many at most; None: all.
+            fewer: whether fewer will do.
+
         Raises:
-            ValueError: fewer than `n` distinct tasks, unless `fewer` (but one at least) will do.
+            ValueError: fewer than `n` distinct tasks, unless `fewer` (but one at least) will do; no
+                such list.
         """
-        tasks: dict[str, Task] = {}
-        one, barren = make(env, **kwargs), 0
-        for seed in ids:
-            if len(tasks) == n or barren == PATIENCE:
-                break
-            task, barren = _task(one, seed), barren + 1
-            if task.hash not in tasks and task.hash not in exclude:
-                tasks[task.hash], barren = task, 0
-        one.close()
-        if n is not None and len(tasks) < (1 if fewer else n):
+        one = make(env, **kwargs)
+        try:
+            listed = isinstance(ids, str)
+            chosen = one.tasks(ids) if isinstance(ids, str) else ids
+            tasks = _distinct(one, chosen, exclude, n, math.inf if listed else PATIENCE)
+        finally:
+            one.close()
+        if len(tasks) < (1 if fewer else n or 0):
             raise ValueError(
                 f"{env} with {dict(kwargs)} has only {len(tasks)} distinct tasks for split {split!r}, "
-                f"not {n}."
+                f"not {n or 'one'}."
             )
         return cls(env, dict(kwargs), split, tuple(tasks.values()))
 
@@ -199,6 +209,21 @@ def _task(env: Env, seed: Seed) -> Task:
         return Task(seed, _hash(content), task_type)
     observation, info = env.reset(seed)
     return Task(seed, content_hash(env, observation), info["task_type"])
+
+
+def _distinct(
+    env: Env, ids: Iterable[Seed], exclude: Set[str], n: int | None, patience: float
+) -> dict[str, Task]:
+    """New tasks by content hash; ends with `ids`, at `n`, or after `patience` ids without a new one."""
+    tasks: dict[str, Task] = {}
+    barren = 0
+    for seed in ids:
+        if len(tasks) == n or barren >= patience:
+            break
+        task, barren = _task(env, seed), barren + 1
+        if task.hash not in tasks and task.hash not in exclude:
+            tasks[task.hash], barren = task, 0
+    return tasks
 
 
 def _hash(text: str) -> str:

@@ -49,6 +49,23 @@ class Screen:
         self.say(f"\ntask {task} ({kind}), up to {seen.max_turns} turns", "cyan")
         self.say(seen.observation)
 
+    def choices(self, legal: Sequence[str], numbered: bool) -> None:
+        """The actions: on one line if they fit, else in columns."""
+        names = [f"{n} {action}" if numbered else action for n, action in enumerate(legal, 1)]
+        line = "legal: " + ("   " if numbered else ", ").join(names)
+        if len(line) <= self.console.width:
+            if legal:
+                self.say(line, "green")
+            return
+        digits, widest = len(str(len(legal))), max(map(len, legal))
+        heads = (f"{n:>{digits}} " if numbered else "" for n in range(1, len(legal) + 1))
+        cells = [f"{head}{action:<{widest}}" for head, action in zip(heads, legal, strict=True)]
+        columns = max(1, (self.console.width - 2) // (len(cells[0]) + 3))
+        rows = -(-len(cells) // columns)
+        self.say("legal:", "green")
+        for row in range(rows):
+            self.say("  " + "   ".join(cells[row::rows]).rstrip(), "green")
+
     def utterance(self, text: str) -> None:
         """What a model wrote."""
         if self.turns:
@@ -74,6 +91,8 @@ class Screen:
 class Human:
     """The person at the keyboard, as a policy.
 
+    A line is an action's number, an action, or how one begins; "=" before it sends it as it stands.
+
     Args:
         screen: where the legal actions are shown.
         read: asks for a line; raises EOFError at the end of the input.
@@ -87,9 +106,7 @@ class Human:
         legal = env.admissible() or []
         # Where actions are numbers themselves, a second numbering would be misread.
         numbered = not any(action.strip().lstrip("+-").isdigit() for action in legal)
-        names = [f"{n} {action}" if numbered else action for n, action in enumerate(legal, 1)]
-        if legal:
-            self.screen.say("legal: " + ("   " if numbered else ", ").join(names), "green")
+        self.screen.choices(legal, numbered)
         while True:
             try:
                 line = self.read("> ").strip()
@@ -100,16 +117,29 @@ class Human:
                 return line
             if line.lower() in ("q", "quit"):
                 raise Quit
-            if not line:
-                action = self._hint(env)
-            elif numbered and legal and line.isdigit():
-                action = legal[int(line) - 1] if 0 < int(line) <= len(legal) else None
-                if action is None:
-                    self.screen.say(f"there are {len(legal)} actions", "yellow")
-            else:
-                action = line
+            action = self._chosen(line, legal, numbered) if line else self._hint(env)
             if action is not None:
                 return action
+
+    def _chosen(self, line: str, legal: Sequence[str], numbered: bool) -> str | None:
+        """The action that a line means; None, with a remark, where it means none or several."""
+        if line.startswith("="):
+            return line[1:].strip()
+        if numbered and legal and line.isdigit():
+            if 0 < int(line) <= len(legal):
+                return legal[int(line) - 1]
+            self.screen.say(f"there are {len(legal)} actions", "yellow")
+            return None
+        typed = " ".join(line.split()).lower()
+        near = [action for action in legal if action.lower().startswith(typed)]
+        if any(action.lower() == typed for action in near) or not near:
+            return line  # the environment knows best what to make of it
+        if len(near) == 1:
+            return near[0]
+        self.screen.say(
+            f"{len(near)} actions begin so; ={line} sends it as it is: {', '.join(near)}", "yellow"
+        )
+        return None
 
     def _hint(self, env: Env) -> str | None:
         try:

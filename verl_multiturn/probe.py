@@ -26,6 +26,23 @@ def need(holds: object, sentence: str) -> None:
 
 
 @dataclass
+class Clock:
+    """What the environment is doing, and since when; another thread reads it.
+
+    Attributes:
+        law: that is being tried.
+        now: the call, and when it began (seconds of `time.monotonic`).
+    """
+
+    law: str = ""
+    now: tuple[str, float] = ("", 0.0)
+
+    def at(self, call: str) -> None:
+        """A call begins."""
+        self.now = (call, time.monotonic())
+
+
+@dataclass
 class Subject:
     """The environment under test.
 
@@ -34,15 +51,19 @@ class Subject:
         new: gives another one; the same one unless `fresh`.
         fresh: whether `new` builds.
         seeds: the tasks to play.
+        clock: told of every reset and step.
         resets, steps: seconds spent, one each.
+        first: of every seed, actions and success flags when it was played first.
     """
 
     env: Env
     new: Callable[[], Env]
     fresh: bool
     seeds: list[int]
+    clock: Clock = field(default_factory=Clock)
     resets: list[float] = field(default_factory=list)
     steps: list[float] = field(default_factory=list)
+    first: dict[int, tuple[list[str], list[bool]]] = field(default_factory=dict)
 
     @cached_property
     def other(self) -> Env:
@@ -51,9 +72,11 @@ class Subject:
 
     def reset(self, env: Env, seed: int, dynamics_seed: int | None = None) -> tuple[str, dict[str, Any]]:
         """`Env.reset`, timed, with its types checked."""
+        self.clock.at(f"reset({seed})")
         start = time.perf_counter()
         result = env.reset(seed, dynamics_seed)
         self.resets.append(time.perf_counter() - start)
+        self.clock.at(f"what follows reset({seed})")
         need(isinstance(result, tuple) and len(result) == 2, "reset must return (observation, info).")
         need(isinstance(result[0], str), f"reset's observation is {kind(result[0])}, not str.")
         need(isinstance(result[1], dict), f"reset's info is {kind(result[1])}, not dict.")
@@ -61,9 +84,11 @@ class Subject:
 
     def step(self, env: Env, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
         """`Env.step`, timed, with its types checked."""
+        self.clock.at(f"step({action[:40]!r})")
         start = time.perf_counter()
         result = env.step(action)
         self.steps.append(time.perf_counter() - start)
+        self.clock.at(f"what follows step({action[:40]!r})")
         five = isinstance(result, tuple) and len(result) == 5
         need(five, "step must return (observation, reward, terminated, truncated, info).")
         observation, reward, terminated, truncated, info = result
@@ -76,6 +101,13 @@ class Subject:
         need(isinstance(info, dict), f"step's info is {kind(info)}, not dict.")
         for name in ("valid", "success"):
             need(isinstance(info.get(name), bool), f"info[{name!r}] is {kind(info.get(name))}, not bool.")
+        return result
+
+    def timed(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """A call that may be as long as a reset, with a time-out of its own."""
+        self.clock.at(f"{call.__name__}()")
+        result = call(*args, **kwargs)
+        self.clock.at(f"what follows {call.__name__}()")
         return result
 
     def act(self, env: Env, rng: random.Random) -> str:

@@ -45,10 +45,13 @@ class Progress:
         if "val/success" not in metrics:
             self._write(f"validation at step {step}: no episode survived")
             return
+        parts = [name.split("/") for name in metrics]
+        also = [one[1] for one in parts if one[0] == "val" and one[2:] == ["success"] and one[1] != "success"]
+        more = "".join(f", {name} {metrics[f'val/{name}/success']:.3f}" for name in also)
         self._write(
             f"validation at step {step}: success {metrics['val/success']:.3f} "
             f"[{metrics['val/success_low']:.3f}, {metrics['val/success_high']:.3f}] "
-            f"on {metrics['val/episodes']:.0f} episodes  {seconds:.1f} s"
+            f"on {metrics['val/episodes']:.0f} episodes{more}  {seconds:.1f} s"
         )
         self._last = time.perf_counter()
 

@@ -21,7 +21,7 @@ from rich.table import Table
 from verl_multiturn.errors import unknown
 from verl_multiturn.panel import Panel
 from verl_multiturn.policies import Policy, evaluate, expert_policy, random_policy
-from verl_multiturn.run_files import Record
+from verl_multiturn.run_files import Record, by_panel
 from verl_multiturn.runs import Run
 from verl_multiturn.stats import Interval, mean_interval, wilson
 
@@ -50,7 +50,8 @@ def success_table(
 
     Columns: success, success_low, success_high, return, return_low, return_high, turns, n. A row
     that cannot be had is left out: no validation at step 0, an environment without an expert. A run
-    of `verl-multiturn eval` has one row, evaluated, in place of the last two.
+    of `verl-multiturn eval` has one row, evaluated, in place of the last two. Each panel of
+    `multiturn.also` has the last two rows as well, such as "trained, unseen".
 
     Args:
         run: with a recorded split "val".
@@ -66,7 +67,8 @@ def success_table(
     recorded = {"warm start": 0} if steps[0] == 0 else {}
     recorded |= {"trained": steps[-1]} if steps[-1] > 0 else {}
     recorded = {"evaluated": steps[-1]} if split == "eval" else recorded
-    records = {name: run.trajectories(split, step) for name, step in recorded.items()}
+    played = {name: by_panel(run.trajectories(split, step)) for name, step in recorded.items()}
+    records = {name: panels[""] for name, panels in played.items()}
     rows: dict[str, list[_Played]] = {}
     if panel is not None:
         panel = _recorded_part(panel, [record for some in records.values() for record in some])
@@ -74,7 +76,9 @@ def success_table(
             rows |= {"random": _play(panel, random_policy(Random(0)))}
             rows |= {"expert": _play(panel, expert_policy)}
     rows |= {name: list(map(_played, some)) for name, some in records.items()}
-    summaries = {name: _summary(played, task_types) for name, played in rows.items() if played}
+    for also in dict.fromkeys(also for panels in played.values() for also in panels if also):
+        rows |= {f"{name}, {also}": list(map(_played, some.get(also, []))) for name, some in played.items()}
+    summaries = {name: _summary(some, task_types) for name, some in rows.items() if some}
     return pd.DataFrame.from_dict(summaries, orient="index")
 
 
@@ -127,7 +131,7 @@ def learning_curve(run: Run, path: str | Path) -> None:
     from matplotlib.figure import Figure  # here, because the table does without it
 
     train = run.metrics.get(TRAIN_SUCCESS, pd.Series(dtype=float)).dropna()
-    validated = {step: _rate(map(_played, run.trajectories("val", step))) for step in _val(run)}
+    validated = _validations(run)
     if train.empty and not validated:
         raise ValueError(f"{run.folder} has neither {TRAIN_SUCCESS} nor trajectories of split val")
     figure = Figure(figsize=(8, 4.5), dpi=150, layout="constrained")
@@ -137,13 +141,13 @@ def learning_curve(run: Run, path: str | Path) -> None:
         smooth = train.rolling(window, min_periods=1).mean()
         axes.plot(train.index, train, color="C0", alpha=0.3, linewidth=1, label="train, per step")
         axes.plot(train.index, smooth, color="C0", label=f"train, mean of {window} steps")
-    if validated:
-        mean, low, high = (list(column) for column in zip(*validated.values(), strict=True))
+    for n, (name, rates) in enumerate(validated.items(), start=1):
+        mean, low, high = (list(column) for column in zip(*rates.values(), strict=True))
         below = [max(0.0, m - x) for m, x in zip(mean, low, strict=True)]
         above = [max(0.0, x - m) for m, x in zip(mean, high, strict=True)]
         axes.errorbar(
-            list(validated), mean, [below, above], color="C1", marker="o", capsize=3,
-            label="validation, 95 % interval",
+            list(rates), mean, [below, above], color=f"C{n}", marker="o", capsize=3,
+            label=f"validation{name and f' on {name}'}, 95 % interval",
         )  # fmt: skip
     axes.set(xlabel="training step", ylabel="success rate", ylim=(-0.02, 1.02), title=_title(run))
     axes.grid(alpha=0.3)
@@ -161,8 +165,14 @@ def _printable(columns: Sequence[str], cells: Mapping[str, Sequence[str]]) -> Ta
     return shown
 
 
-def _val(run: Run) -> list[int]:
-    return run.steps("val") if "val" in run.splits() else []
+def _validations(run: Run) -> dict[str, dict[int, Interval]]:
+    """By panel, success at each validated step; "" is the run's own panel."""
+    found: dict[str, dict[int, Interval]] = {}
+    for step in run.steps("val") if "val" in run.splits() else ():
+        for name, records in by_panel(run.trajectories("val", step)).items():
+            if records:
+                found.setdefault(name, {})[step] = _rate(map(_played, records))
+    return found
 
 
 def _title(run: Run) -> str:

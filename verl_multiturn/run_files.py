@@ -20,6 +20,15 @@ OWN_SPLITS = ("train", "val")  # written by training itself, so taken back when 
 _OPTIONS = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS | orjson.OPT_APPEND_NEWLINE
 
 
+def by_panel(records: Iterable[Record]) -> dict[str, list[Record]]:
+    """Records by the name of their panel; "" is the split's own, which always stands first."""
+    found: dict[str, list[Record]] = {"": []}
+    for record in records:
+        name = record.get("panel")
+        found.setdefault("" if name in (None, record.get("split")) else name, []).append(record)
+    return found
+
+
 def json_line(record: Record) -> bytes:
     """One line of JSON; numpy types become plain ones, numbers that are not finite become null."""
     return orjson.dumps(record, default=_plain, option=_OPTIONS)

@@ -11,6 +11,8 @@ A trajectory is one JSON object:
     split, step      "train" or "val" (others are free), and the global step it was sampled at
     group            uid of the start state; trajectory: int, which sample of its group
     env, task, task_type, seed, dynamics_seed, instruction    what was played
+    panel            name of the task's panel in the run: "train", "val", or one of multiturn.also (then
+                     split is "val"); null where there is only one
     return           sum of rewards; success: bool, the last info["success"]
     terminated, truncated    how it ended; truncation: null, "turns", "tokens" or "environment"
     seconds          wall time of the whole trajectory

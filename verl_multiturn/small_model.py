@@ -17,7 +17,7 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from verl_multiturn.demonstrations import Demonstration, Encoder, Plan, demonstrations
+from verl_multiturn.demonstrations import Demonstration, Encoder, Plan, demonstrations, repeated
 
 CHAT_TEMPLATE = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' + '\n' }}"
@@ -128,16 +128,19 @@ def _train(plan: Plan, folder: Path) -> None:
     size = sum(parameter.numel() for parameter in model.parameters())
     _say(f"small model: {size:,} parameters, imitating {plan.env} for {plan.steps} steps")
     optimizer = torch.optim.AdamW(model.parameters(), lr=plan.lr, weight_decay=0.01, betas=(0.9, 0.98))
-    demos, encoder = demonstrations(plan, plan.noise), Encoder(tokens)
+    demos, encoder = repeated(plan), Encoder(tokens)
     started = time.perf_counter()
     for step in range(plan.steps):
         for group in optimizer.param_groups:
             group["lr"] = plan.lr * min(1.0, (step + 1) / 30) * (1 - 0.95 * step / plan.steps)
         ids, labels = _batch(plan, demos, encoder)
-        logits = model(ids).logits[:, :-1]
-        loss = torch.nn.functional.cross_entropy(
-            logits.flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100
-        )
+        logits = model(ids).logits[:, :-1].flatten(0, 1)
+        loss = torch.nn.functional.cross_entropy(logits, labels[:, 1:].flatten(), ignore_index=-100)
+        learnt = loss.item()
+        if plan.prompt_weight:
+            prompts = ids[:, 1:].masked_fill(labels[:, 1:] != -100, tokens.pad_token_id).flatten()
+            read = torch.nn.functional.cross_entropy(logits, prompts, ignore_index=tokens.pad_token_id)
+            loss = loss + plan.prompt_weight * read
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -145,9 +148,7 @@ def _train(plan: Plan, folder: Path) -> None:
         if step % 25 == 24 or step + 1 == plan.steps:
             pace = (time.perf_counter() - started) / (step + 1)
             left = pace * (plan.steps - step - 1)
-            _say(
-                f"warm start {step + 1}/{plan.steps}  loss {loss.item():.3f}  {pace:.2f} s  ETA {left:.0f} s"
-            )
+            _say(f"warm start {step + 1}/{plan.steps}  loss {learnt:.3f}  {pace:.2f} s  ETA {left:.0f} s")
     model.save_pretrained(folder)
     generation = {"eos_token_id": tokens.eos_token_id, "pad_token_id": tokens.pad_token_id}
     (folder / "generation_config.json").write_text(json.dumps(generation))

@@ -8,41 +8,102 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from verl_multiturn.compose import plain
-from verl_multiturn.panel import Panel, check_disjoint, load_panel
+from verl_multiturn.panel import ALSO, FIRST_ID, Panel, check_disjoint, load_panel
 
+DEFAULTS = {
+    split: {"first_seed": FIRST_ID[split], "size": size} for split, size in (("train", 2000), ("val", 64))
+}
 VERIFIED = 64  # tasks of a given panel that are compared with the environment at start-up
 
 
 def panels(config: DictConfig) -> dict[str, Panel]:
-    """Train, val and (if given) test panels of a run.
+    """Train, val and (if given) test panels of a run, and those of `multiturn.also` as "val/<name>".
 
-    Tasks given as {first_seed, size} are up to `size` distinct ones; for training they leave out
-    those of the other panels by content. Given as a panel, an overlap is refused.
+    Tasks given as {first_seed, size} or {split, size} are up to `size` distinct ones; for training they
+    leave out those of the other panels by content. Given as a panel, an overlap with training or with
+    test is refused. In `multiturn.also`, {split: train} means the first tasks that this run trains on,
+    whatever they are, and a file whose split is "train" may share tasks with training: success on
+    training tasks is worth watching.
 
     Raises:
         ValueError: a panel for another environment, one whose hashes do not match, an overlap, fewer
             training tasks than a step needs.
     """
     settings = config.multiturn
-    found = {}
-    for split in ("val", "test"):
-        if settings[split] is not None:
-            found[split] = _panel(settings, split, frozenset())
+    found = {split: panel_of(settings, split) for split in ("val", "test") if _given(settings, split)}
     if settings.val_size is not None:
-        val = found["val"]
-        found["val"] = replace(val, tasks=val.tasks[: settings.val_size])
-    taken = frozenset().union(*(panel.hashes for panel in found.values()))
-    found["train"] = _panel(settings, "train", taken)
+        found["val"] = replace(found["val"], tasks=found["val"].tasks[: settings.val_size])
+    also = {f"{ALSO}{name}": given for name, given in settings.also.items()}
+    trained_on = {split: given for split, given in also.items() if _of_training(given)}
+    ours = {split: given for split, given in trained_on.items() if not isinstance(given, str)}
+    found |= {split: panel_of(settings, split) for split in also if split not in ours}
+    unseen = [panel for split, panel in found.items() if split not in trained_on]
+    found["train"] = panel_of(settings, "train", frozenset[str]().union(*(one.hashes for one in unseen)))
+    for split, given in ours.items():
+        found[split] = replace(found["train"], split=split, tasks=found["train"].tasks[: given.get("size")])
     if len(found["train"].tasks) < config.data.train_batch_size:
         raise ValueError(
             f"{settings.env} has {len(found['train'].tasks)} training tasks that no other panel holds, a "
             f"step needs data.train_batch_size={config.data.train_batch_size}: lower it"
         )
-    if settings.val != settings.test:
-        check_disjoint(*found.values())
-    else:  # one panel in both roles, as in the quickstart, which tunes nothing on it
-        check_disjoint(found["train"], found["val"])
+    for panel in unseen:
+        check_disjoint(panel, found["train"])
+    for split, panel in found.items():
+        # One panel in both roles is the user's word, as in the quickstart, which tunes nothing on it.
+        if "test" in found and _given(settings, split) != settings.test:
+            check_disjoint(panel, found["test"])
     return found
+
+
+def panel_of(settings: DictConfig, split: str, exclude: frozenset[str] = frozenset()) -> Panel:
+    """The panel of one role of a run: "train", "val", "test", or "val/<name>" of `multiturn.also`.
+
+    Args:
+        settings: the group `multiturn`.
+        split: the role.
+        exclude: content hashes to leave out where the tasks are not given as a panel.
+
+    Raises:
+        ValueError: a panel for another environment or with other hashes, a split or seeds without tasks.
+    """
+    given, kwargs = _given(settings, split), plain(settings.env_kwargs)
+    if not isinstance(given, str):
+        ids = given.get("split") or count(given.get("first_seed", FIRST_ID.get(split, 0)))
+        return Panel.build(settings.env, kwargs, ids, split, exclude, given.get("size"), fewer=True)
+    panel = load_panel(given)
+    if (panel.env, dict(panel.kwargs)) != (settings.env, kwargs):
+        raise ValueError(
+            f"panel {given} is for {panel.env} with {dict(panel.kwargs)}, the run plays {settings.env} with "
+            f"{kwargs}: give {_key(split)} a panel of this environment, {{first_seed, size}} or {{split}}"
+        )
+    panel.verify(VERIFIED)
+    return replace(panel, split=split)  # its role in this run decides how its tasks are seeded
+
+
+def source(settings: DictConfig, split: str) -> str:
+    """Where the tasks of a role come from, in words."""
+    given = _given(settings, split)
+    if isinstance(given, str):
+        return f"panel {given}"
+    if "split" not in given:
+        return f"built from seed {given.get('first_seed', FIRST_ID.get(split))} on"
+    ours = split.startswith(ALSO) and _of_training(given)
+    return "the first it trains on" if ours else f"split {given['split']} of the environment"
+
+
+def _key(split: str) -> str:
+    return f"multiturn.also.{split.removeprefix(ALSO)}" if split.startswith(ALSO) else f"multiturn.{split}"
+
+
+def _given(settings: DictConfig, split: str) -> Any:
+    """How the tasks of a role are given; None: there are none, as for test."""
+    if split.startswith(ALSO):
+        return settings.also[split.removeprefix(ALSO)]
+    return DEFAULTS.get(split) if settings[split] is None else settings[split]
+
+
+def _of_training(given: Any) -> bool:
+    return load_panel(given).split == "train" if isinstance(given, str) else given.get("split") == "train"
 
 
 IDENTITY = ("multiturn.env", "multiturn.env_kwargs", "multiturn.algorithm", "multiturn.row")
@@ -74,23 +135,7 @@ def prepare_folder(config: DictConfig) -> None:
 
 def write(found: dict[str, Panel], run: str) -> None:
     """Save the panels where `data.train_files` and `data.val_files` look for them."""
-    folder = Path(run) / "panels"
-    folder.mkdir(parents=True, exist_ok=True)
     for split, panel in found.items():
-        panel.save(folder / f"{split}.json")
-
-
-def _panel(settings: DictConfig, split: str, exclude: frozenset[str]) -> Panel:
-    given: Any = settings[split]
-    kwargs = plain(settings.env_kwargs)
-    if not isinstance(given, str):
-        seeds = count(given.first_seed)
-        return Panel.build(settings.env, kwargs, seeds, split, exclude, given.size, fewer=True)
-    panel = load_panel(given)
-    if (panel.env, dict(panel.kwargs)) != (settings.env, kwargs):
-        raise ValueError(
-            f"panel {given} is for {panel.env} with {dict(panel.kwargs)}, the run plays {settings.env} with "
-            f"{kwargs}: give multiturn.{split} a panel of this environment or {{first_seed, size}}"
-        )
-    panel.verify(VERIFIED)
-    return replace(panel, split=split)  # its role in this run decides how its tasks are seeded
+        path = Path(run) / "panels" / f"{split}.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        panel.save(path)

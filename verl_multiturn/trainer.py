@@ -24,6 +24,7 @@ from verl_multiturn.progress import Progress
 from verl_multiturn.rollout.loop import first_prompt
 from verl_multiturn.rollout.rows import Rows, to_records
 from verl_multiturn.runs import RunWriter
+from verl_multiturn.survivors import Survivors
 
 
 class MultiTurnMixin:
@@ -38,6 +39,7 @@ class MultiTurnMixin:
         self.settings = config.multiturn
         self._val_records: list[dict[str, Any]] = []
         self._fetched = 0
+        self._submitted: Any = None  # the prompts rolled out last
         # verl's default of 2 s rounds every rollout and every validation up; no key reaches it.
         self.replay_buffer.poll_interval = self.settings.poll_interval
         self.replay_buffer.sample = partial(self._sample, self.replay_buffer.sample)
@@ -77,32 +79,62 @@ class MultiTurnMixin:
     def _sample(self, sample: Any, global_steps: int, partition_id: str, batch_size: int) -> Any:
         """verl's sampler, with a check: it would silently train on whatever episodes survived."""
         if partition_id == "val":
-            batch, metrics = sample(global_steps, partition_id, batch_size)
-            if batch.keys:
-                self._val_records += self._record(self._rows(batch), "val")
+            batch, metrics = self._sample_some(sample, global_steps, partition_id, batch_size)
+            if not batch.keys:
+                raise RunStopped(
+                    f"validation at step {global_steps}: none of {batch_size} tasks was played to its end; "
+                    f"{self.settings.run}/failures.jsonl says why"
+                )
+            self._val_records += self._record(self._rows(batch), "val")
             self._expected_val += batch_size * self.config.actor_rollout_ref.rollout.val_kwargs.n
             return batch, metrics
-        expected = batch_size * self.config.actor_rollout_ref.rollout.n
-        for attempt in range(self.settings.failures.refills + 1):
-            batch, metrics = self._sample_some(sample, global_steps, partition_id, batch_size)
-            survived = len({key.rsplit("_", 1)[0] for key in batch.keys})
-            if survived >= self.settings.failures.min_share * expected:
-                metrics["multiturn/failed_trajectories/mean"] = expected - survived
+        rule, size = self.settings.failures, self.config.actor_rollout_ref.rollout.n
+        expected, kept = batch_size * size, Survivors(rule.group, batch_size, size)
+        for attempt in range(rule.refills + 1):
+            batch, metrics = self._sample_some(sample, global_steps, partition_id, kept.missing)
+            self._clear(kept.take(batch), partition_id)
+            if rule.group == "refill" and kept.missing and attempt < rule.refills:
+                self._roll_out_again(kept, attempt + 1)
+                continue
+            survived = kept.trajectories
+            if survived >= rule.min_share * expected:
+                metrics["multiturn/failed_trajectories/mean"] = kept.failed
+                metrics["multiturn/dropped_groups/mean"] = kept.dropped
                 metrics["multiturn/refills/mean"] = attempt
-                return batch, metrics
+                return kept.batch, metrics
             self.progress.note(
                 f"step {global_steps}: {survived} of {expected} trajectories survived (see failures.jsonl)"
             )
-            if batch.keys:
-                tq.kv_clear(keys=batch.keys, partition_id=partition_id)
-            if attempt < self.settings.failures.refills:
+            self._clear(kept.batch.keys, partition_id)
+            kept = Survivors(rule.group, batch_size, size)
+            if attempt < rule.refills:
                 self._add_prompts_to_generate(batch_size)
         raise RunStopped(
-            f"step {global_steps} has {survived} of {expected} trajectories after "
-            f"{self.settings.failures.refills} refills, fewer than multiturn.failures.min_share="
-            f"{self.settings.failures.min_share:g}: {self.settings.run}/failures.jsonl names what failed; "
-            "nothing was trained on this step"
+            f"step {global_steps} has {survived} of {expected} trajectories after {rule.refills} refills, "
+            f"fewer than multiturn.failures.min_share={rule.min_share:g}: {self.settings.run}/failures.jsonl "
+            "names what failed; nothing was trained on this step"
         )
+
+    def _clear(self, keys: list[str], partition_id: str) -> None:
+        if keys:
+            tq.kv_clear(keys=keys, partition_id=partition_id)
+
+    def _roll_out_again(self, kept: Survivors, attempt: int) -> None:
+        """Submit the tasks of the groups that lost trajectories once more, under new uids."""
+        self.progress.note(
+            f"step {self.global_steps}: {kept.missing} of {kept.groups} groups lost trajectories and are "
+            "rolled out again (see failures.jsonl)"
+        )
+        uids = list(self._submitted["uid"])
+        places = [place for place, uid in enumerate(uids) if uid not in kept.uids]
+        again = self._submitted[places]
+        renamed = [f"{uids[place].partition('.')[0]}.{attempt}" for place in places]
+        tu.assign_non_tensor_stack(again, "uid", renamed)
+        self._submit_batch_to_rollout(again)
+
+    def _submit_batch_to_rollout(self, batch: Any) -> Any:
+        self._submitted = batch
+        return super()._submit_batch_to_rollout(batch)  # type: ignore[misc]
 
     def _sample_some(self, sample: Any, global_steps: int, partition_id: str, batch_size: int) -> Any:
         """verl raises where not one trajectory survived; here that is an empty batch like any other."""
@@ -179,7 +211,9 @@ class MultiTurnMixin:
         self._val_records, self._expected_val = [], 0
         started = time.perf_counter()
         metrics = super()._validate()  # type: ignore[misc]
-        metrics |= run_metrics.of_validation(self._val_records, self._expected_val)
+        samples = self.config.actor_rollout_ref.rollout.val_kwargs.n
+        also = {name: samples * self.val_dataset.sizes[name] for name in self.settings.also}
+        metrics |= run_metrics.of_panels(self._val_records, self._expected_val, also)
         self.writer.trajectories("val", self.global_steps, self._val_records)
         self.writer.metrics(self.global_steps, metrics)
         self.progress.validation(self.global_steps, metrics, time.perf_counter() - started)

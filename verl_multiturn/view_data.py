@@ -18,9 +18,9 @@ from verl_multiturn.run_files import Record
 # (name, kind): text and texts are numbers of strings; the page reads rows by these same lists
 TRAJECTORY_FIELDS = (
     ("group", "text"), ("trajectory", "plain"), ("return", "number"), ("env", "text"), ("task", "text"),
-    ("task_type", "text"), ("instruction", "text"), ("success", "flag"), ("terminated", "flag"),
-    ("truncated", "flag"), ("truncation", "text"), ("seconds", "number"), ("seed", "text"),
-    ("dynamics_seed", "text"),
+    ("task_type", "text"), ("panel", "text"), ("instruction", "text"), ("success", "flag"),
+    ("terminated", "flag"), ("truncated", "flag"), ("truncation", "text"), ("seconds", "number"),
+    ("seed", "text"), ("dynamics_seed", "text"),
 )  # fmt: skip
 TURN_FIELDS = (
     ("index", "plain"), ("reward", "number"), ("observation", "text"), ("prompt", "text"), ("text", "text"),
@@ -70,6 +70,7 @@ def pack_step(folder: Path, split: str, step: int, tokens: bool = True) -> Step:
     for line, record in enumerate(records, start=1):
         if problem := _problem(record):
             raise ValueError(f"{path}, line {line}: {problem}; it is not a trajectory that can be shown")
+    main = run_files.by_panel(records)[""]  # the curves are of the run's own panel
     packer = _Packer()
     rows = [packer.trajectory(record) for record in records]
     packed = [[packer.tokens(turn) for turn in record["turns"]] for record in records if tokens]
@@ -81,9 +82,9 @@ def pack_step(folder: Path, split: str, step: int, tokens: bool = True) -> Step:
         data=embeddable({"strings": list(packer.strings), "trajectories": rows}),
         tokens=embeddable({"strings": list(packer.ids), "turns": packed}) if some else b"",
         token_ids=frozenset(packer.used),
-        successes=[_flag(record.get("success")) for record in records],
-        returns=[float(record["return"]) for record in records],
-        valid=list(_valid_shares(records)),
+        successes=[_flag(record.get("success")) for record in main],
+        returns=[float(record["return"]) for record in main],
+        valid=list(_valid_shares(main)),
     )
 
 

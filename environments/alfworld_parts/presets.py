@@ -14,6 +14,7 @@ GENERATED = {
     "small": "--train 2000 --valid-seen 140 --valid-unseen 134 --max-receptacles 8 --max-objects 10 --seed 1",
     "full": "--train 1000 --valid-seen 140 --valid-unseen 134 --seed 1",
 }
+DRAWN_BY = ("scenes", "layouts", "plans", "problems")  # what decides how a game looks
 
 
 def data_folder(data: str) -> Path:
@@ -34,7 +35,8 @@ def data_folder(data: str) -> Path:
 
 def _generated(name: str) -> Path:
     arguments = GENERATED[name]
-    digest = hashlib.blake2b(arguments.encode(), digest_size=6).hexdigest()
+    drawn_by = [Path(__file__).with_name(f"{part}.py").read_text() for part in DRAWN_BY]
+    digest = hashlib.blake2b("\0".join([arguments, *drawn_by]).encode(), digest_size=6).hexdigest()
     folder = cache_folder("alfworld", "games") / f"{name}-{digest}"
     if not folder.exists():
         with locked(folder):

@@ -188,3 +188,57 @@ def test_a_step_without_survivors_is_refused(folder):
     )
     assert "0 of 32 trajectories after 1 refills" in output
     assert len(Run(run).failures) == 64
+
+
+def test_alfworld_with_a_process_killed(folder, alfworld_games):
+    """The real engine, an environment a process; one of them is killed while a step is rolled out."""
+    run = folder / "alfworld"
+    overrides = (
+        f"multiturn.env_kwargs.data={alfworld_games}",
+        "multiturn.env_kwargs.max_turns=6",
+        "multiturn.small_model.steps=10",
+        "multiturn.small_model.episodes=20",
+        "multiturn.small_model.batch=32",
+        "multiturn.failures.group=drop",
+        "multiturn.val={split: valid_seen}",
+        "multiturn.val_size=null",
+        "trainer.total_training_steps=2",
+        "trainer.test_freq=2",
+        "trainer.save_freq=-1",
+    )
+    process = subprocess.Popen(
+        command("gigpo_alfworld", run, *overrides),
+        cwd=REPOSITORY,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    output, killed = [], None
+    for line in process.stdout:
+        output.append(line)
+        if line.startswith("step 1/"):
+            # Those of this run, between two episodes or in one: the zygote's children.
+            killed = next(iter(environment_processes(process.pid)))
+            os.kill(killed, signal.SIGKILL)
+    assert process.wait(timeout=60) == 0, "".join(output)[-6000:]
+    assert steps("".join(output)) == [1, 2] and killed is not None
+    recorded = Run(run)
+    assert (
+        recorded.metrics.loc[2, "val/episodes"] == 5 and recorded.metrics.loc[2, "val/unseen/episodes"] == 5
+    )
+    assert recorded.metrics["training/rollout_probs_diff_max"].dropna().max() < 1e-3
+    kinds = {t["task_type"] for step in (1, 2) for t in recorded.trajectories("train", step)}
+    assert kinds <= {"pick_and_place_simple", "look_at_obj_in_light", "pick_clean_then_place_in_recep",
+                     "pick_heat_then_place_in_recep", "pick_cool_then_place_in_recep"}  # fmt: skip
+    assert not environment_processes(process.pid)
+
+
+def environment_processes(ancestor: int) -> list[int]:
+    """The environments' own processes below one of ours: children of a zygote."""
+    table = subprocess.run(["ps", "-eo", "pid,ppid,args"], capture_output=True, text=True, check=True).stdout
+    rows = [line.split(None, 2) for line in table.splitlines()[1:]]
+    below = {ancestor}
+    for _ in rows:
+        below |= {int(pid) for pid, parent, *_ in rows if int(parent) in below}
+    zygotes = {int(pid) for pid, _, args in rows if "rollout.zygote" in args and int(pid) in below}
+    return [int(pid) for pid, parent, *_ in rows if int(parent) in zygotes and int(pid) in below]

@@ -222,9 +222,19 @@ def test_a_failing_environment_names_task_turn_and_action(play, row):
     )
 
 
+LATE = r"Odd, task 3: the episode took longer than 0\.2 s, 1 turns done, in step\('hang'\)$"
+
+
 def test_an_episode_that_takes_too_long(play):
-    with pytest.raises(EnvironmentFailure, match=r"the episode of task 3 took longer than 0\.2 s, 1 turns"):
+    with pytest.raises(EnvironmentFailure, match=LATE):
         play(said("1", "hang"), "turn", f"{ODD}:Odd", episode_timeout=0.2, pool=EnvPool(1, 60.0))
+
+
+def test_one_that_cannot_be_made_names_the_task_too(play):
+    with pytest.raises(EnvironmentFailure) as caught:
+        play(said("1"), "turn", f"{ODD}:BadStart")
+    name = f"{ODD}:BadStart"
+    assert str(caught.value) == f"{name}, task 3: make('{name}') raised RuntimeError: no licence"
 
 
 def test_a_failed_environment_is_not_used_again(play):
@@ -365,8 +375,36 @@ def test_a_failure_is_one_line_and_is_raised(loop, config):
         assert len(lines) == n
     line = lines[0]
     expected = {"split": "train", "task": 3, "uid": "a_b", "step": 1, "trajectory": 5, "turn": 1}
+    expected |= {"env": f"{ODD}:Odd", "action": "raise"}
     assert expected.items() <= line.items()
     assert line["error"].endswith("KeyError: 'no such door'") and "no such door" in line["traceback"]
+
+
+def test_the_record_says_whether_the_environment_was_at_work(loop, config):
+    """In a reset, and before the first prompt, there is no action; then the one it was taking."""
+    file, change = Path(config.multiturn.run) / "failures.jsonl", {"multiturn": {"env": f"{ODD}:Odd"}}
+    for script, more, columns, turn, action, error in (
+        (said("1"), {}, {"task": "raise"}, 0, None, "Odd, task raise: reset raised KeyError"),
+        (said("1"), {"data": {"max_prompt_length": 5}}, {}, 0, None, "data.max_prompt_length is 5"),
+        (said("2", "1", "nan"), {}, {}, 2, "nan", "Odd, task 3: step('nan') at turn 2 raised TypeError"),
+    ):
+        with pytest.raises((EnvironmentFailure, PromptTooLong)):
+            loop(script, change | more, **columns)
+        line = json.loads(file.read_text().splitlines()[-1])
+        assert (line["env"], line["turn"], line["action"]) == (f"{ODD}:Odd", turn, action)
+        assert line["task"] == columns.get("task", 3) and error in line["error"]
+
+
+def test_a_process_that_is_killed_costs_one_trajectory(loop, config):
+    """It is named with the action that killed it; the next episode has another process."""
+    change = {"multiturn": {"env": f"{ODD}:Apart"}}
+    with pytest.raises(EnvironmentFailure) as caught:
+        loop(said("1", "kill"), change)
+    said_of_it = f"{ODD}:Apart, task 3: step('kill') at turn 1: its process was ended by signal 9 (SIGKILL)"
+    assert str(caught.value) == said_of_it
+    line = json.loads((Path(config.multiturn.run) / "failures.jsonl").read_text().splitlines()[-1])
+    assert (line["error"], line["action"], line["turn"]) == (said_of_it, "kill", 1)
+    assert loop(said("win"), change).outputs[0].reward_score == 1
 
 
 def test_what_the_workers_share_is_built_once(config, tokens, server):

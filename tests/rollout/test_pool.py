@@ -31,6 +31,7 @@ def meet(*actions, env=PLACES["thread"], kwargs=None, timeout=10.0):
             return seen
         finally:
             one.abandon()
+            pool.close()
 
     return asyncio.run(go())
 
@@ -71,13 +72,14 @@ def test_what_goes_wrong_in_a_process_is_the_same_sentence():
                 await pool.call(one, "act", step, action)
             said.append(str(caught.value))
         seen = await pool.call(one, "reset", reset, 5, 1)  # after all that it still answers
-        pid = one.process.pid
+        pid = one.pid
         assert seen.observation == f"task 5 in {pid}" and pid != os.getpid()
         with pytest.raises(EnvironmentFailure) as caught:
             await pool.call(one, "act", step, "die")
         assert str(caught.value) == "act: its process ended with exit code 7"
         one.abandon()
         assert not alive(pid)
+        pool.close()
         return said
 
     *said, secret = asyncio.run(go())
@@ -93,9 +95,17 @@ def test_an_environment_that_cannot_be_made(name):
     assert "RuntimeError: no licence" in str(caught.value)
 
 
-def test_one_that_cannot_be_closed_hides_nothing():
+def test_one_that_cannot_be_closed_hides_nothing(caplog):
     with pytest.raises(EnvironmentFailure, match=r"^act raised KeyError"):
         meet("raise", env=f"{ODD}:BadClose")
+
+    async def go():
+        pool, name = EnvPool(2, 5.0), f"{ODD}:BadClose"
+        pool.release(await pool.acquire(name, {}), name, {})
+        pool.close()
+
+    asyncio.run(go())
+    assert "an environment could not be closed: OSError: closed already" in caplog.text
 
 
 def test_more_hanging_calls_than_threads():
@@ -137,12 +147,13 @@ def test_a_hanging_process_is_killed():
         pool = EnvPool(1, 10.0)
         env = await pool.acquire(PLACES["process"], {})
         await pool.call(env, "reset", reset, 5, 1)
-        pool.timeout, pid = 0.2, env.process.pid
+        pool.timeout, pid = 0.2, env.pid
         with pytest.raises(EnvironmentFailure, match=r"^act took longer than 0\.2 s$"):
             await pool.call(env, "act", step, "hang for ever")
         assert alive(pid)
         env.abandon()
         assert not alive(pid)
+        pool.close()
 
     asyncio.run(go())
 
@@ -160,6 +171,7 @@ def test_a_process_that_hangs_while_it_is_made_is_killed(tmp_path):
         with pytest.raises(asyncio.CancelledError):
             await making
         assert not alive(int(file.read_text()))
+        pool.close()
 
     asyncio.run(go())
 
@@ -178,7 +190,7 @@ def test_environments_are_used_again_and_closed_with_the_pool():
         assert other is not thread  # other arguments, another environment
         assert await pool.acquire("frozen_lake", {"size": 4}) is thread
         pool.close()
-        assert first.process.poll() == 0 and not alive(first.process.pid)
+        assert first.ended() == "its process ended with exit code 0" and not alive(first.pid)
 
     asyncio.run(go())
 

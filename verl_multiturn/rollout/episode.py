@@ -8,6 +8,7 @@ import asyncio
 import hashlib
 import importlib.util
 import time
+import traceback
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -51,6 +52,10 @@ class Task:
     sampling_seed: int | None = None  # None: not seeded
     content: str | None = None  # content hash the panel promises
     type: str = "default"
+    panel: str | None = None  # its name in the run
+
+
+MOST_ERROR, MOST_TRACEBACK = 1000, 4000  # characters in a line of failures.jsonl
 
 
 def check_anchor(rule: str) -> None:
@@ -103,6 +108,7 @@ class Episode:
     turns: list[Turn] = field(default_factory=list)
     details: list[dict[str, Any]] = field(default_factory=list)
     acted: int = 0  # steps of the environment so far
+    doing: str | None = None  # the action that the environment is taking
 
     async def play(self) -> Trajectory:
         """Play to the end.
@@ -110,25 +116,47 @@ class Episode:
         Raises:
             EnvironmentFailure: the environment raised, hung, or the episode took too long.
         """
-        env = await self.pool.acquire(self.env_name, self.env_kwargs)
+        try:
+            env = await self.pool.acquire(self.env_name, self.env_kwargs)
+        except EnvironmentFailure as error:
+            raise EnvironmentFailure(f"{self.where}: {error}") from error.__cause__
         clock = asyncio.timeout(self.limits.episode_timeout)
         try:
             async with clock:
                 trajectory = await self._play(env)
         except BaseException as error:
-            await asyncio.to_thread(env.abandon)
+            await self.pool.abandon(env)
             if isinstance(error, TimeoutError) and clock.expired():
+                doing = "" if self.doing is None else f", in step({self.doing!r})"
                 raise EnvironmentFailure(
-                    f"the episode of task {self.task.id} took longer than "
-                    f"{self.limits.episode_timeout:g} s, {len(self.turns)} turns done"
+                    f"{self.where}: the episode took longer than {self.limits.episode_timeout:g} s, "
+                    f"{len(self.turns)} turns done{doing}"
                 ) from None
             raise
         self.pool.release(env, self.env_name, self.env_kwargs)
         return trajectory
 
+    @property
+    def where(self) -> str:
+        """How an error names this episode."""
+        return f"{self.env_name}, task {self.task.id}"
+
+    def failure(self, error: Exception) -> dict[str, Any]:
+        """A line of failures.jsonl: what was played, how far, what was being done, what went wrong."""
+        return {
+            "time": time.time(),
+            "env": self.env_name,
+            "task": self.task.id,
+            "trajectory": self.task.sample,
+            "turn": len(self.turns),
+            "action": self.doing,
+            # A dead server repeats its own story in every message: 300 kB a trajectory have been seen.
+            "error": str(error)[:MOST_ERROR],
+            "traceback": "".join(traceback.format_exception(error))[-MOST_TRACEBACK:],
+        }
+
     async def _play(self, env: Any) -> Trajectory:
-        begun = time.perf_counter()
-        where = f"{self.env_name}, task {self.task.id}"
+        begun, where = time.perf_counter(), self.where
         call = self.pool.call(env, f"{where}: reset", reset, self.task.id, self.task.dynamics_seed)
         seen = await call
         if self.task.content is not None and seen.content != self.task.content:
@@ -144,21 +172,23 @@ class Episode:
             if prompt is None:
                 cut = "tokens"
                 break
-            seen = await self._turn(env, where, view, seen, prompt)
+            seen = await self._turn(env, view, seen, prompt)
             if len(self.turns) >= max_turns or self._actions_left() == 0:
                 cut = "turns"
                 break
         return self._trajectory(seen, cut, view.instruction, time.perf_counter() - begun)
 
-    async def _turn(self, env: Any, where: str, view: View, before: Observed, prompt: NextPrompt) -> Observed:
+    async def _turn(self, env: Any, view: View, before: Observed, prompt: NextPrompt) -> Observed:
         text, sample, generate_seconds = await self._speak(prompt.ids)
         parsed = parse(text, self.form)
         # Without a valid action the environment is told so: it decides what an idle turn costs.
         actions = (parsed.actions or ("",))[: self._actions_left()]
         started, reward, valid, seen = time.perf_counter(), 0.0, parsed.valid, before
         for action in actions:
-            call = f"{where}: step({action!r}) at turn {len(self.turns)}"
+            self.doing = action
+            call = f"{self.where}: step({action!r}) at turn {len(self.turns)}"
             seen = await self.pool.call(env, call, step, action)
+            self.doing = None
             self.acted += 1
             reward, valid = reward + seen.reward, valid and bool(seen.info.get("valid", True))
             if seen.terminated or seen.truncated:
@@ -215,6 +245,7 @@ class Episode:
                 "task": str(self.task.id),
                 "seed": self.task.id,
                 "task_type": self.task.type,
+                "panel": self.task.panel,
                 "dynamics_seed": self.task.dynamics_seed,
                 "instruction": instruction,
                 "truncation": truncation,

@@ -5,8 +5,6 @@ Registered by import; `actor_rollout_ref.model.external_lib` names this module, 
 
 import json
 import os
-import time
-import traceback
 from dataclasses import dataclass
 from typing import Any
 from uuid import uuid4
@@ -47,10 +45,7 @@ class Rollout:
             max_actions=settings["max_actions"],
             episode_timeout=settings["episode_timeout"],
         )
-        form, pool = (
-            ActionFormat(**settings["action"]),
-            EnvPool(settings["env_threads"], settings["step_timeout"]),
-        )
+        form, pool = ActionFormat(**settings["action"]), EnvPool.of(settings)
         return cls(settings, prompt_policy(settings["prompt"]), form, limits, pool)
 
 
@@ -146,19 +141,13 @@ class MultiTurnLoop(AgentLoopBase):  # type: ignore[misc]
             sampling_seed=derive_seed(self.settings["seed"], *parts) if seeded else None,
             content=kwargs["task_hash"],
             type=kwargs["task_type"],
+            panel=kwargs.get("panel"),
         )
 
     def _record_failure(self, kwargs: dict[str, Any], episode: Episode, error: Exception) -> None:
         """One line in the run's failures.jsonl; verl itself only logs the traceback."""
-        line = {
-            "time": time.time(),
-            **{name: kwargs[name] for name in ("split", "task", "uid")},
-            "step": int(kwargs["global_steps"]),
-            "trajectory": int(kwargs["session_id"]),
-            "turn": len(episode.turns),
-            "error": str(error),
-            "traceback": "".join(traceback.format_exception(error)),
-        }
+        more = {"split": kwargs["split"], "uid": kwargs["uid"], "step": int(kwargs["global_steps"])}
+        line = episode.failure(error) | more
         os.makedirs(self.settings["run"], exist_ok=True)
         path = os.path.join(self.settings["run"], "failures.jsonl")
         file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)

@@ -1,168 +1,65 @@
-"""Environments off the event loop: a thread or a process each call, a time-out around each.
+"""Environments off the event loop: a thread or a process each, a time-out around each call.
 
 Stock verl has no time-out around an agent loop: one environment that hangs would stop the run for
 ever, and one that blocks the event loop stops every other trajectory meanwhile.
 """
 
 import asyncio
-import math
+import logging
 import os
-import subprocess
-import sys
+import queue
+import threading
+import weakref
 from collections import defaultdict
-from collections.abc import Callable, Hashable
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
-from dataclasses import dataclass, field
-from multiprocessing.connection import Connection, Pipe
-from typing import Any
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, wait
+from typing import Any, Self
 
-from verl_multiturn.env import Env, make
+from verl_multiturn.env import Env
 from verl_multiturn.load import load_class
-from verl_multiturn.panel import content_hash
+from verl_multiturn.rollout.observed import EnvironmentFailure, Observed, reset, step
+from verl_multiturn.rollout.workers import CLOSE_SECONDS, ProcessEnv, ThreadEnv, Zygote, private_mb
+
+__all__ = ["EnvPool", "EnvironmentFailure", "Observed", "ProcessEnv", "ThreadEnv", "reset", "step"]
+
+log = logging.getLogger(__name__)
 
 
-class EnvironmentFailure(RuntimeError):
-    """An environment raised, hung, or broke its contract; the message names it and the call."""
-
-
-@dataclass(frozen=True)
-class Observed:
-    """What an environment shows after `reset` or `step`, read in one visit to its thread."""
-
-    observation: str
-    key: Hashable  # state_key()
-    admissible: list[str] | None
-    reward: float = 0.0
-    terminated: bool = False
-    truncated: bool = False
-    info: dict[str, Any] = field(default_factory=dict)
-    instruction: str = ""
-    max_turns: int = 0
-    content: str = ""  # content hash of the task, after reset only
-
-
-def reset(env: Env, task: int | str, dynamics_seed: int) -> Observed:
-    """Start a task and look at it."""
-    observation, info = env.reset(task, dynamics_seed)
-    return _look(env, observation, info, content=content_hash(env, observation))
-
-
-def step(env: Env, action: str) -> Observed:
-    """Act and look."""
-    observation, reward, terminated, truncated, info = env.step(action)
-    for name, value, kind in (
-        ("reward", reward, int | float),
-        ("terminated", terminated, bool),
-        ("truncated", truncated, bool),
-    ):
-        # NumPy's scalars are what Gymnasium environments return.
-        plain = value.item() if hasattr(value, "item") else value
-        if not isinstance(plain, kind):
-            raise TypeError(f"step returned {name} of type {type(value).__name__}")
-    if not math.isfinite(reward):
-        raise TypeError(f"step returned the reward {reward}")
-    return _look(
-        env,
-        observation,
-        info,
-        reward=float(reward),
-        terminated=bool(terminated),
-        truncated=bool(truncated) and not terminated,
-    )
-
-
-def _look(env: Env, observation: Any, info: Any, **more: Any) -> Observed:
-    if not isinstance(observation, str):
-        raise TypeError(f"the observation has type {type(observation).__name__}, must be str")
-    if not isinstance(info, dict):
-        raise TypeError(f"the info has type {type(info).__name__}, must be dict")
-    key = env.state_key()
-    try:
-        hash(key)
-    except TypeError:
-        raise TypeError(f"state_key() has type {type(key).__name__}, which has no hash") from None
-    actions, instruction = env.admissible(), env.instruction
-    return Observed(
-        observation,
-        key,
-        actions,
-        info=info,
-        instruction=instruction,
-        max_turns=env.max_turns,
-        **more,
-    )
-
-
-class ThreadEnv:
-    """An environment of this process."""
-
-    env: Env | None = None
-
-    def make(self, name: str, kwargs: dict[str, Any]) -> None:
-        """Build the environment; called once, before anything else."""
-        self.env = make(name, **kwargs)
-
-    def call(self, function: Callable[..., Observed], *args: Any) -> Observed:
-        """Run `function(env, *args)` here."""
-        return function(self.env, *args)
-
-    def close(self) -> None:
-        """Close the environment."""
-        if self.env is not None:
-            self.env.close()
-
-    def abandon(self) -> None:
-        """Close it as well as it goes: what failed before matters more than how it closes."""
-        with suppress(Exception):
-            self.close()
-
-
-class ProcessEnv:
-    """An environment with a process of its own: heavy, thread-unsafe, or in need of killing."""
+class Threads:
+    """Threads as they are needed. An executor's would keep the process from ending while one hangs."""
 
     def __init__(self) -> None:
-        self.connection, child = Pipe()
-        path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
-        command = [sys.executable, "-m", __name__, str(child.fileno())]
-        self.process = subprocess.Popen(
-            command, pass_fds=[child.fileno()], env={**os.environ, "PYTHONPATH": path}
-        )
-        child.close()
+        self._jobs: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._idle = threading.Semaphore(0)
+        self.close = weakref.finalize(self, self._jobs.put, None)
 
-    def make(self, name: str, kwargs: dict[str, Any]) -> None:
-        """Build the environment in the other process; called once, before anything else."""
-        self._ask(name, kwargs)
+    def submit(self, function: Callable[..., Any], *args: Any) -> "Future[tuple[Any, BaseException | None]]":
+        """Call it in a thread; the future holds what it returned, and what it raised.
 
-    def call(self, function: Callable[..., Observed], *args: Any) -> Observed:
-        """Run `function(env, *args)` in the other process; its exception is raised here."""
-        answer: Observed = self._ask(function, args)
-        return answer
+        As a result, not as the future's exception: SystemExit would end the event loop, and
+        StopIteration never arrives there.
+        """
+        future: Future[tuple[Any, BaseException | None]] = Future()
+        self._jobs.put((future, function, args))
+        if not self._idle.acquire(blocking=False):
+            threading.Thread(
+                target=_work, args=(self._jobs, self._idle), name="environment", daemon=True
+            ).start()
+        return future
 
-    def _ask(self, *message: Any) -> Any:
+
+def _work(jobs: "queue.SimpleQueue[Any]", idle: threading.Semaphore) -> None:
+    while (job := jobs.get()) is not None:
+        future, function, args = job
+        outcome: tuple[Any, BaseException | None]
         try:
-            self.connection.send(message)
-            ok, answer = self.connection.recv()
-        except (EOFError, BrokenPipeError, ConnectionResetError):
-            code = self.process.wait()
-            raise EnvironmentFailure(f"its process ended with exit code {code}") from None
-        if not ok:
-            raise answer
-        return answer
-
-    def close(self) -> None:
-        """End the process, which closes the environment."""
-        self.connection.close()
-        try:
-            self.process.wait(timeout=10)
-        except subprocess.TimeoutExpired:
-            self.abandon()
-
-    def abandon(self) -> None:
-        """Kill the process: it hangs, or what it says is no longer trusted."""
-        self.process.kill()
-        self.process.wait()
-        self.connection.close()
+            outcome = function(*args), None
+        except BaseException as error:
+            outcome = None, error
+        idle.release()
+        future.set_result(outcome)
+        del job, future, function, args, outcome  # what they hold may be collected while this waits
+    jobs.put(None)  # for the next one
 
 
 class EnvPool:
@@ -171,32 +68,108 @@ class EnvPool:
     Args:
         threads: calls that may run at the same time.
         timeout: seconds a call may take.
+        max_memory_mb: an environment process with more memory of its own (MiB) is replaced after its
+            episode; None: no limit.
+        max_episodes: an environment is replaced after so many episodes; None: no limit.
+
+    Raises:
+        ValueError: a limit on memory, on a system that does not tell it.
     """
 
-    def __init__(self, threads: int = 64, timeout: float = 60.0) -> None:
-        self.threads, self.timeout = threads, timeout
-        self._executor = ThreadPoolExecutor(threads, "environment")
+    def __init__(
+        self,
+        threads: int = 64,
+        timeout: float = 60.0,
+        max_memory_mb: float | None = None,
+        max_episodes: int | None = None,
+    ) -> None:
+        self.timeout, self.max_memory_mb, self.max_episodes = timeout, max_memory_mb, max_episodes
+        self._threads = Threads()
         # A call's time begins when it has a thread, not while it waits for one.
         self._free = asyncio.Semaphore(threads)
         self._idle: dict[str, list[ThreadEnv | ProcessEnv]] = defaultdict(list)
+        self._zygotes: dict[str, Zygote] = {}
+        self._retiring: set[Future[Any]] = set()
+        if max_memory_mb is not None:
+            try:
+                private_mb(os.getpid())
+            except OSError as error:
+                raise ValueError(
+                    f"multiturn.env_max_memory_mb={max_memory_mb:g} cannot be kept: {error.filename} cannot "
+                    "be read here; use multiturn.env_max_episodes"
+                ) from None
+
+    @classmethod
+    def of(cls, settings: Mapping[str, Any]) -> Self:
+        """The pool of a run; `settings` is its group `multiturn`.
+
+        Raises:
+            ValueError: a limit on memory where the environments share this process.
+        """
+        memory = settings["env_max_memory_mb"]
+        if memory is not None and not _apart(settings["env"]):
+            raise ValueError(
+                f"multiturn.env_max_memory_mb={memory:g} limits environments with a process of their own, "
+                f'and {settings["env"]} runs in threads: give its class runs_in = "process", or use '
+                "multiturn.env_max_episodes"
+            )
+        return cls(settings["env_threads"], settings["step_timeout"], memory, settings["env_max_episodes"])
 
     async def acquire(self, name: str, kwargs: dict[str, Any]) -> ThreadEnv | ProcessEnv:
-        """An idle environment of this name and arguments, else a new one."""
+        """An idle environment of this name and arguments, else a new one.
+
+        Raises:
+            EnvironmentFailure: it cannot be made.
+            ValueError: `name` names nothing.
+        """
         idle = self._idle[f"{name} {kwargs!r}"]
-        if idle:
-            return idle.pop()
-        apart = getattr(load_class(name, Env), "runs_in", "thread") == "process"
-        env = ProcessEnv() if apart else ThreadEnv()
+        while idle:
+            env = idle.pop()
+            if (how := env.lost()) is None:
+                return env
+            log.warning("an idle environment %s is replaced: %s", name, how)
+            self._retire(env)
+        env = ProcessEnv(self._zygote(name)) if _apart(name) else ThreadEnv()
         try:
             await self._run(f"make({name!r})", env.make, name, kwargs)
         except BaseException:
-            env.abandon()
+            await self.abandon(env)
             raise
         return env
 
+    def _zygote(self, name: str) -> Zygote:
+        module = name.partition(":")[0]
+        if module not in self._zygotes or not self._zygotes[module].alive:
+            self._zygotes[module] = Zygote(name)
+        return self._zygotes[module]
+
     def release(self, env: ThreadEnv | ProcessEnv, name: str, kwargs: dict[str, Any]) -> None:
-        """Give an environment back after an episode that went well."""
-        self._idle[f"{name} {kwargs!r}"].append(env)
+        """Give an environment back after an episode that went well; a worn one is closed instead."""
+        env.episodes += 1
+        memory = 0.0 if self.max_memory_mb is None else env.private_mb()
+        if self.max_memory_mb is not None and memory > self.max_memory_mb:
+            log.warning(
+                "environment %s is replaced: after %d episodes its process has %.0f MiB of its own, more "
+                "than multiturn.env_max_memory_mb=%g",
+                name,
+                env.episodes,
+                memory,
+                self.max_memory_mb,
+            )
+        elif self.max_episodes is None or env.episodes < self.max_episodes:
+            self._idle[f"{name} {kwargs!r}"].append(env)
+            return
+        self._retire(env)
+
+    def _retire(self, env: ThreadEnv | ProcessEnv) -> None:
+        """Close it in the background: a close that hangs holds nobody up."""
+        closing = self._threads.submit(_close, env)
+        self._retiring.add(closing)
+        closing.add_done_callback(self._retiring.discard)
+
+    async def abandon(self, env: ThreadEnv | ProcessEnv) -> None:
+        """Give up an environment after an episode that went wrong; its process is killed."""
+        await asyncio.wait([asyncio.wrap_future(self._threads.submit(env.abandon))], timeout=CLOSE_SECONDS)
 
     async def call(
         self, env: ThreadEnv | ProcessEnv, what: str, function: Callable[..., Observed], *args: Any
@@ -211,51 +184,35 @@ class EnvPool:
 
     async def _run(self, what: str, function: Callable[..., Any], *args: Any) -> Any:
         async with self._free:
-            running = asyncio.get_running_loop().run_in_executor(self._executor, function, *args)
+            running = asyncio.wrap_future(self._threads.submit(function, *args))
             done, _ = await asyncio.wait([running], timeout=self.timeout)
-        if not done:
-            # The thread cannot be killed: it stays lost with its executor, whose waiting calls the
-            # other threads still serve.
-            self._executor = ThreadPoolExecutor(self.threads, "environment")
+        if not done:  # a thread cannot be killed: it stays lost, another takes its place
             raise EnvironmentFailure(f"{what} took longer than {self.timeout:g} s")
-        try:
-            return running.result()
-        except EnvironmentFailure as error:
+        answer, error = running.result()
+        if error is None:
+            return answer
+        if isinstance(error, EnvironmentFailure):
             raise EnvironmentFailure(f"{what}: {error}") from None
-        except Exception as error:
-            # Whatever a user's environment raises costs its trajectory, never the run.
-            raise EnvironmentFailure(f"{what} raised {type(error).__name__}: {error}") from error
+        # Whatever a user's environment raises costs its trajectory, never the run.
+        raise EnvironmentFailure(f"{what} raised {type(error).__name__}: {error}") from error
 
     def close(self) -> None:
-        """Close every idle environment."""
+        """Close every idle environment and end what has a process, in a bounded time."""
         for idle in self._idle.values():
             while idle:
-                idle.pop().close()
-        self._executor.shutdown(wait=False, cancel_futures=True)
+                self._retire(idle.pop())
+        wait(list(self._retiring), timeout=CLOSE_SECONDS + 1)
+        for zygote in self._zygotes.values():
+            zygote.close()
+        self._threads.close()
 
 
-def _serve(connection: Connection) -> None:
-    """The other end of `ProcessEnv`: make one environment, answer calls until the pipe closes."""
-    env = ThreadEnv()
-    while True:
-        try:
-            first, second = connection.recv()
-        except EOFError:
-            break
-        try:
-            answer = None
-            if env.env is None:
-                env.make(first, second)
-            else:
-                answer = env.call(first, *second)
-            connection.send((True, answer))  # here: not everything that an info holds can be sent
-        except Exception as error:
-            connection.send((False, EnvironmentFailure(f"{type(error).__name__}: {error}")))
-    env.close()
+def _close(env: ThreadEnv | ProcessEnv) -> None:
+    try:
+        env.close()
+    except Exception as error:
+        log.warning("an environment could not be closed: %s: %s", type(error).__name__, error)
 
 
-if __name__ == "__main__":
-    # Under `-m` this file is `__main__`; the functions that arrive by name belong to the module.
-    from verl_multiturn.rollout.pool import _serve as serve
-
-    serve(Connection(int(sys.argv[1])))
+def _apart(name: str) -> bool:
+    return bool(getattr(load_class(name, Env), "runs_in", "thread") == "process")

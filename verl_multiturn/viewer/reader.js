@@ -16,6 +16,7 @@ function drawReader(state, data, one, openTurn) {
     ["turns", one.turns.length],
     ["task", one.task],
     ["type", one.task_type],
+    ["panel", one.panel],
     ["seed", one.seed === one.task ? null : one.seed],
     ["dynamics seed", one.dynamics_seed],
     ["seconds", one.seconds === null ? null : number(one.seconds)],
