@@ -11,7 +11,8 @@ from omegaconf import OmegaConf
 from verl_multiturn import small_model
 from verl_multiturn.compose import compose
 from verl_multiturn.configure import prepare
-from verl_multiturn.demonstrations import Encoder, Plan, demonstrations
+from verl_multiturn.demonstrations import FIRST_SEED, Encoder, Plan, demonstrations, repeated
+from verl_multiturn.env import make
 from verl_multiturn.rollout.parsing import ActionFormat, parse
 
 ROOT = Path(__file__).parents[1]
@@ -165,6 +166,8 @@ CHANGES = [
     "+multiturn.env_kwargs.size=5", "multiturn.small_model.steps=3", "multiturn.small_model.width=64",
     "multiturn.prompt.first=x {observation}", "multiturn.prompt.history=1", "multiturn.action.tag=act",
     "multiturn.row=trajectory", "multiturn.seed=2", "multiturn.env=sokoban", "data.max_prompt_length=300",
+    "multiturn.small_model.imitate=expert", "multiturn.small_model.prompt_weight=0.5",
+    "multiturn.small_model.episodes=3",
 ]  # fmt: skip
 SAME = ["multiturn.small_model.cache=elsewhere", "multiturn.algorithm=grpo", "trainer.total_training_steps=9"]
 
@@ -178,6 +181,67 @@ def test_the_digest_covers_what_the_model_depends_on(config, plan):
         digest = Plan.of(changed).digest()
         assert (digest in seen) is (change in SAME), f"{change} is taken for {seen.get(digest)}"
         seen.setdefault(digest, change)
+
+
+def test_one_model_may_serve_all_seeds(config):
+    digests = set()
+    for seed in (1, 2):
+        changed = config.copy()
+        changed.merge_with_dotlist(["multiturn.small_model.seed=7", f"multiturn.seed={seed}"])
+        digests.add(Plan.of(changed).digest())
+    assert len(digests) == 1
+
+
+def test_a_few_demonstrations_come_again_in_another_order(plan):
+    few = replace(plan, episodes=4)
+    shown = [str(episode) for episode in islice(repeated(few), 12)]
+    assert len(set(shown)) == 4
+    rounds = [shown[:4], shown[4:8], shown[8:]]
+    assert all(set(one) == set(shown) for one in rounds)
+    assert rounds[0] != rounds[1] or rounds[1] != rounds[2]
+    every = [str(episode) for episode in islice(repeated(plan), 12)]
+    assert len(set(every)) == 12
+
+
+def test_the_expert_is_imitated_where_chance_played(plan):
+    """All of the moves are chance, yet each answer is the expert's for what the prompt shows."""
+    lost = replace(plan, imitate="expert")
+    env = make("frozen_lake")
+    for number, episode in enumerate(islice(demonstrations(lost, noise=1.0), 5)):
+        env.reset(FIRST_SEED + number)
+        for messages, answer in episode:
+            position = messages[-1]["content"].splitlines()[-1].split()[1:3]
+            env.position = tuple(map(int, position))
+            assert answer == f"<answer>{env.expert()}</answer>"
+
+
+def test_a_weight_on_the_prompt_changes_the_model(config, plan, quick, tmp_path):
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    weights = []
+    for weight in (0.0, 0.5):
+        folder = tmp_path / str(weight)
+        folder.mkdir()
+        small_model._train(replace(plan, prompt_weight=weight), folder)
+        weights.append(AutoModelForCausalLM.from_pretrained(folder).get_input_embeddings().weight)
+    assert not torch.equal(*weights)
+
+
+def test_the_digest_covers_the_parts_of_the_environment(plan, tmp_path):
+    """What `environments/<name>.py` imports from a folder of parts beside it."""
+    file = tmp_path / "lake.py"
+    source = (ROOT / "environments" / "frozen_lake.py").read_text()
+    file.write_text(
+        f"{source}\n\ndef part():\n    from environments.lake_parts import ice\n\n    return ice\n"
+    )
+    (tmp_path / "lake_parts").mkdir()
+    part = tmp_path / "lake_parts" / "ice.py"
+    part.write_text("THICK = 1\n")
+    mine = replace(plan, env=str(file))
+    before = mine.digest()
+    part.write_text("THICK = 2\n")
+    assert mine.digest() != before
 
 
 def test_the_digest_covers_the_source_of_the_environment(plan, tmp_path):
