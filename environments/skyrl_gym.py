@@ -47,7 +47,9 @@ class SkyRLGym(Env):
     """See the module's docstring."""
 
     needs = Needs(
-        packages=("skyrl_gym",), data="rows of a data set in SkyRL's form, named by the keyword rows"
+        extra="skyrl",
+        packages=("skyrl_gym",),
+        data="rows of a data set in SkyRL's form, named by the keyword rows",
     )
 
     def __init__(
