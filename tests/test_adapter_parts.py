@@ -58,7 +58,9 @@ def test_a_file_named_like_its_library_finds_the_library(how):
         env.reset(0)
         print(env.step("down")[4]["valid"], sys.modules["gymnasium"].__file__)"""
     valid, file = python(code).split()
-    assert valid == "True" and Path(file).parent.name == "gymnasium" and ROOT not in Path(file).parents
+    # .venv may stand in the checkout: what counts is that it is not the file of ours.
+    assert valid == "True" and Path(file).parent.name == "gymnasium"
+    assert ROOT / "environments" not in Path(file).parents
 
 
 def test_the_global_generators_are_lent_and_put_back():
