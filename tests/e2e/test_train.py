@@ -200,6 +200,7 @@ def test_alfworld_with_a_process_killed(folder, alfworld_games):
         "multiturn.small_model.episodes=20",
         "multiturn.small_model.batch=32",
         "multiturn.failures.group=drop",
+        "algorithm.rollout_correction.bypass_mode=false",  # log-probs are computed again, to compare
         "multiturn.val={split: valid_seen}",
         "multiturn.val_size=null",
         "trainer.total_training_steps=2",
