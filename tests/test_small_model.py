@@ -167,7 +167,7 @@ CHANGES = [
     "multiturn.prompt.first=x {observation}", "multiturn.prompt.history=1", "multiturn.action.tag=act",
     "multiturn.row=trajectory", "multiturn.seed=2", "multiturn.env=sokoban", "data.max_prompt_length=300",
     "multiturn.small_model.imitate=expert", "multiturn.small_model.prompt_weight=0.5",
-    "multiturn.small_model.episodes=3",
+    "multiturn.small_model.episodes=3", "multiturn.small_model.vocabulary=400",
 ]  # fmt: skip
 SAME = ["multiturn.small_model.cache=elsewhere", "multiturn.algorithm=grpo", "trainer.total_training_steps=9"]
 

@@ -35,6 +35,7 @@ class Plan:
     policy: str | None
     form: ActionFormat
     max_tokens: int  # of a prompt, or of a whole conversation
+    vocabulary: int  # tokens, at most
     width: int
     layers: int
     steps: int

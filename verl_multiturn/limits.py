@@ -34,6 +34,7 @@ VALUES: dict[str, tuple[type, float]] = {
     "multiturn.seed": (int, 0),
     "multiturn.poll_interval": (float, 0.001),
     "multiturn.val_size?": (int, 1),
+    "multiturn.small_model.vocabulary": (int, 300),
     "multiturn.small_model.width": (int, 32),
     "multiturn.small_model.layers": (int, 1),
     "multiturn.small_model.steps": (int, 1),

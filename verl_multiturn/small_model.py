@@ -84,7 +84,7 @@ def tokenizer(plan: Plan, episodes: int = 300) -> Any:
     bpe.train_from_iterator(
         [*pieces, *["user", "assistant", "system"] * 50],
         trainers.BpeTrainer(
-            vocab_size=512,
+            vocab_size=plan.vocabulary,
             special_tokens=list(SPECIAL),
             initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
             show_progress=False,

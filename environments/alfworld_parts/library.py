@@ -49,21 +49,21 @@ def games(folder: Path) -> dict[str, tuple[Game, ...]]:
     Raises:
         ValueError: no games there, or games of another version of the engine.
     """
-    root = folder / "json_2.1.1"
-    files = sorted(path for split in SPLITS for path in (root / split).glob("*/*/game.tw-pddl"))
-    files = [path for path in files if not any(part in str(path.relative_to(root)) for part in LEFT_OUT)]
-    if not files:
+    root, made = folder / "json_2.1.1", folder / "generated.json"
+    # Of a finished folder of generated games one date will do; a look at thousands of files takes 0.1 s.
+    looked_at = [made] if made.exists() else _files(root)
+    if not looked_at:
         raise ValueError(
             f"no ALFWorld games under {root}: run alfworld-download for the benchmark's, or "
             f"verl-multiturn make-alfworld-games {folder} --train 1000 for generated ones"
         )
-    stamp = [f"{path.relative_to(root)} {path.stat().st_size} {path.stat().st_mtime_ns}" for path in files]
+    stamp = [f"{path} {path.stat().st_size} {path.stat().st_mtime_ns}" for path in looked_at]
     key = hashlib.blake2b("\n".join([str(root.resolve()), *stamp]).encode(), digest_size=16).hexdigest()
     manifest = cache_folder("alfworld", "manifests") / f"{key}.json"
     if not manifest.exists():
         with locked(manifest):
             if not manifest.exists():
-                found = [game for path in files if (game := _read(path, root))]
+                found = [game for path in _files(root) if (game := _read(path, root))]
                 draft = manifest.with_suffix(".part")
                 draft.write_text(json.dumps([asdict(game) for game in found]))
                 draft.replace(manifest)
@@ -105,6 +105,11 @@ def find(folder: Path, identity: str) -> Game:
 def game_file(folder: Path, game: Game) -> Path:
     """Its game.tw-pddl."""
     return folder / "json_2.1.1" / game.id / "game.tw-pddl"
+
+
+def _files(root: Path) -> list[Path]:
+    files = sorted(path for split in SPLITS for path in (root / split).glob("*/*/game.tw-pddl"))
+    return [path for path in files if not any(part in str(path.relative_to(root)) for part in LEFT_OUT)]
 
 
 def _read(path: Path, root: Path) -> Game | None:
