@@ -42,10 +42,10 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     "alfworld": {"small": {"data": "small"}, "full": {"data": "full"}},
     "gem": {"GuessTheNumber": {}, "Sokoban": {"id": "game:Sokoban-v0-easy"}},
     "gymnasium": {"FrozenLake": {}, "MiniGrid": {"id": "minigrid:MiniGrid-Empty-5x5-v0"}},
-    "scienceworld": {"default": {}, "actions listed": {"actions": True}},
+    "scienceworld": {"find": {"tasks": "find-non-living-thing", "max_turns": 20}},  # all 30 take many minutes
     "skyrl_gym": {"gsm8k": {"id": "gsm8k", "rows": SUMS}},
     "textarena": {"FrozenLake": {}, "Sokoban": {"id": "Sokoban-v0"}},
-    "textworld": {"coin": {"kind": "coin"}, "cooking": {"kind": "cooking"}},
+    "textworld": {kind: {"kind": kind, "games": 8} for kind in ("coin", "treasure", "cooking")},
 }
 
 
