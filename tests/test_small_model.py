@@ -215,6 +215,27 @@ def test_the_expert_is_imitated_where_chance_played(plan):
             assert answer == f"<answer>{env.expert()}</answer>"
 
 
+def test_a_warm_start_sees_what_a_mistake_leads_to(alfworld_games):
+    """Learning from the expert, half of the chance actions come from other episodes: most do nothing here."""
+    given = ["hardware=cpu", f"multiturn.env_kwargs.data={alfworld_games}"]
+    plan = Plan.of(prepare(compose("gigpo_alfworld", given)))
+    idle = {}
+    for imitate in ("expert", "played"):
+        shown = [
+            messages[-1]["content"]
+            for episode in islice(demonstrations(replace(plan, imitate=imitate), noise=0.5), 12)
+            for messages, _ in episode
+        ]
+        idle[imitate] = sum("Nothing happens." in text for text in shown) / len(shown)
+    assert idle["played"] == 0 and 0.05 < idle["expert"] < 0.3
+
+
+def test_answers_that_were_not_played_do_not_enter_a_chat():
+    given = ["hardware=cpu", "multiturn.row=trajectory", "multiturn.small_model.imitate=expert"]
+    with pytest.raises(ValueError, match=r"imitate=expert needs multiturn\.row=turn"):
+        prepare(compose("gigpo_frozenlake", given))
+
+
 def test_a_weight_on_the_prompt_changes_the_model(config, plan, quick, tmp_path):
     import torch
     from transformers import AutoModelForCausalLM

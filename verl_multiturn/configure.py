@@ -75,6 +75,11 @@ def _check_choices(config: DictConfig) -> None:
     ):
         if value not in valid and not (key == "multiturn.algorithm" and ":" in value):
             raise unknown(f"value of {key}", value, valid)
+    if settings.small_model.imitate == "expert" and settings.row != "turn":
+        raise ValueError(
+            "multiturn.small_model.imitate=expert needs multiturn.row=turn: in one chat the model would read "
+            "answers that were not played"
+        )
     prompt_policy(plain(settings.prompt))
     check_anchor(settings.anchor)
     ActionFormat(**plain(settings.action))

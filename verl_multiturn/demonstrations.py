@@ -6,6 +6,7 @@ import json
 import random
 import re
 import sys
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -40,7 +41,7 @@ class Plan:
     layers: int
     steps: int
     noise: float
-    imitate: str  # what was "played", or what the "expert" would have done where chance decided
+    imitate: str  # what was "played", or what the "expert" would have done there
     prompt_weight: float
     episodes: int | None  # distinct demonstrations; None: every one is new
     batch: int
@@ -86,9 +87,9 @@ def demonstrations(plan: Plan, noise: float, first: int = FIRST_SEED) -> Iterato
     """
     env, policy = make(plan.env, **plan.env_kwargs), load_policy(plan.policy)(plan.templates)
     rng = random.Random(derive_seed("demonstrations", plan.seed, first))
-    seed = first
+    seed, elsewhere = first, deque[str](maxlen=1000)
     while True:
-        yield _episode(env, policy, plan, noise, rng, seed)
+        yield _episode(env, policy, plan, noise, rng, seed, elsewhere)
         seed += 1
 
 
@@ -106,7 +107,13 @@ def repeated(plan: Plan) -> Iterator[Demonstration]:
 
 
 def _episode(
-    env: Env, policy: PromptPolicy, plan: Plan, noise: float, rng: random.Random, seed: int
+    env: Env,
+    policy: PromptPolicy,
+    plan: Plan,
+    noise: float,
+    rng: random.Random,
+    seed: int,
+    elsewhere: deque[str],
 ) -> Demonstration:
     observation, _ = env.reset(seed)
     view, chat = View(env.instruction, observation), list[dict[str, str]]()
@@ -115,7 +122,14 @@ def _episode(
         view.observation, view.admissible = observation, env.admissible()
         chance = rng.random() < noise
         action = env.random_action(rng) if chance else _expert(env, rng)
-        learnt = _expert(env, rng) if chance and plan.imitate == "expert" else action
+        learnt = action
+        if plan.imitate == "expert":
+            learnt = _expert(env, rng) if chance else action
+            # What an action that does nothing here leads to must have been seen too: a policy that never
+            # met it repeats its mistake to the end.
+            if chance and elsewhere and rng.random() < 0.5:
+                action = rng.choice(elsewhere)
+            elsewhere.append(learnt)
         answer = f"<{plan.form.tag}>{learnt}</{plan.form.tag}>" if plan.form.tag else learnt
         if plan.form.think:
             answer = f"<think></think>{answer}"
