@@ -92,7 +92,7 @@ class AlfWorld(Env):
         self._game: Game | None = None
         self._loaded: Game | None = None
         self._engine: Any = None
-        self._text = self._answer = ""
+        self._text = ""  # the last answer that was not NOTHING
 
     @classmethod
     def find_data(cls) -> str | None:
@@ -158,12 +158,12 @@ class AlfWorld(Env):
         state, _, done = self._engine.step(command)
         self._show(state)
         won = bool(done and state["won"])
-        return self._answer, self.reward * won, bool(done), {"valid": known, "success": won}
+        return state.feedback, self.reward * won, bool(done), {"valid": known, "success": won}
 
     def _show(self, state: Any) -> None:
-        self._state, self._answer = state, state.feedback
-        if self._answer != NOTHING:
-            self._text = self._answer
+        self._state = state
+        if state.feedback != NOTHING:
+            self._text = state.feedback
         self._commands = state["admissible_commands"]
 
     def admissible(self) -> list[str]:
@@ -173,7 +173,7 @@ class AlfWorld(Env):
     def state_key(self) -> Hashable:
         """See the module's docstring."""
         if self.key == "obs":
-            return str(self._text)
+            return self._text
         if self.key == "obs+actions":
             return "\n".join([self._text, *self._commands])
         from environments.alfworld_parts.engine import TRACES
@@ -201,9 +201,9 @@ class AlfWorld(Env):
             self._reseed(seed)
 
     def _resume(self, way: "Snapshot") -> None:
-        text, answer = self._text, way[1]
+        text = self._text
         self._show(self._load(self._now).restore(way))
-        self._text, self._answer = text, answer
+        self._text = text  # the first one was shortened
 
     def __getstate__(self) -> bytes:
         return self.snapshot()

@@ -13,6 +13,7 @@ from typing import Any
 
 from omegaconf import DictConfig
 
+from verl_multiturn.cache import cache_root
 from verl_multiturn.compose import plain
 from verl_multiturn.env import Env, derive_seed, make
 from verl_multiturn.load import load_class
@@ -76,6 +77,13 @@ class Plan:
         sources = [path.read_text() for path in (*CODE, module, *files)]
         parts = [json.dumps(dataclasses.asdict(self), sort_keys=True, default=str), *sources]
         return hashlib.blake2b("\0".join(parts).encode(), digest_size=8).hexdigest()
+
+
+def small_folder(config: DictConfig) -> Path:
+    """Where the small model of a run is kept."""
+    plan, given = Plan.of(config), config.multiturn.small_model.cache
+    cache = Path(given).expanduser() if given else cache_root()
+    return cache / f"{Path(plan.env.partition(':')[0]).stem}-{plan.digest()}"
 
 
 def demonstrations(plan: Plan, noise: float, first: int = FIRST_SEED) -> Iterator[Demonstration]:

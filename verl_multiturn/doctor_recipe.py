@@ -11,7 +11,7 @@ from pathlib import Path
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from verl_multiturn import compose, configure, tasks
-from verl_multiturn.demonstrations import Plan
+from verl_multiturn.demonstrations import small_folder
 from verl_multiturn.doctor_report import Line
 from verl_multiturn.doctor_setup import ray_socket
 from verl_multiturn.errors import unknown
@@ -215,13 +215,6 @@ def tokenizer_folder(config: DictConfig) -> Path | None:
     hub = Path(os.environ.get("HF_HUB_CACHE") or f"{os.environ.get('HF_HOME', '~/.cache/huggingface')}/hub")
     snapshots = hub.expanduser() / f"models--{name.replace('/', '--')}" / "snapshots"
     return next((one.parent for one in sorted(snapshots.glob("*/tokenizer_config.json"))), None)
-
-
-def small_folder(config: DictConfig) -> Path:
-    """Where `small_model.build` keeps the model of this run."""
-    plan = Plan.of(config)
-    cache = config.multiturn.small_model.cache or "~/.cache/verl_multiturn"
-    return Path(cache).expanduser() / f"{Path(plan.env.partition(':')[0]).stem}-{plan.digest()}"
 
 
 def model(config: DictConfig) -> list[Line]:

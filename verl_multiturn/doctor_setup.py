@@ -13,7 +13,7 @@ from pathlib import Path
 from packaging.specifiers import SpecifierSet
 
 from verl_multiturn.doctor_report import Line
-from verl_multiturn.load import environment_folders
+from verl_multiturn.load import environment_folders, import_path
 
 GB = 1e9
 DISK, MEMORY, SHM = 6, 8, 1  # GB that a run on the CPU needs at least
@@ -215,7 +215,7 @@ def import_line(timeout: float = 240.0) -> Line:
         from verl_multiturn.cpu.settings import SETTINGS
 
         env = SETTINGS | env
-    env["PYTHONPATH"] = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+    env["PYTHONPATH"] = import_path()
     command = [sys.executable, "-c", TRY, *IMPORTS]
     try:
         tried = subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=env)

@@ -11,12 +11,14 @@ import importlib
 import importlib.util
 import os
 import sys
+import threading
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from verl_multiturn.errors import unknown
 
+_running: dict[str, threading.RLock] = {}  # by file: no thread may see one that is half run
 _HOW = "An environment is a file environments/<name>.py, pkg.module:Class or path/to/file.py:Class."
 
 
@@ -127,23 +129,40 @@ def _import_file(target: str) -> ModuleType:
     path = Path(target).expanduser().resolve()
     if not path.is_file():
         raise ValueError(f"no environment file {target!r} (the working directory is {os.getcwd()}).")
-    # A name that follows from the path: instances pickle, and a second make finds the same class.
+    return run_file(path, target)
+
+
+def run_file(path: Path, shown: str) -> ModuleType:
+    """The module that a Python file makes; it is run once in a process. `shown`: its name in an error.
+
+    Raises:
+        ValueError: it is no Python.
+        Exception: whatever running it raises; the next one tries again.
+    """
+    # A name that follows from the path: what the file defines pickles, and a second run finds the same.
     name = f"environment_{path.stem}_{hashlib.blake2b(str(path).encode(), digest_size=6).hexdigest()}"
-    if name in sys.modules:
-        return sys.modules[name]
-    spec = importlib.util.spec_from_file_location(name, path)
-    if spec is None or spec.loader is None:
-        raise ValueError(f"{target!r} is not a Python file: its name must end in .py.")
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    try:
-        spec.loader.exec_module(module)
-    except SyntaxError as error:
-        del sys.modules[name]
-        raise ValueError(f"{target} is not valid Python, line {error.lineno}: {error.msg}") from error
-    except BaseException:
-        del sys.modules[name]
-        raise
-    return module
+    # A lock for each: one that hangs must not hold up the others.
+    with _running.setdefault(name, threading.RLock()):
+        if name in sys.modules:
+            return sys.modules[name]
+        spec = importlib.util.spec_from_file_location(name, path)
+        if spec is None or spec.loader is None:
+            raise ValueError(f"{shown!r} is not a Python file: its name must end in .py.")
+        module = sys.modules[name] = importlib.util.module_from_spec(spec)
+        try:
+            spec.loader.exec_module(module)
+        except SyntaxError as error:
+            del sys.modules[name]
+            raise ValueError(f"{shown} is not valid Python, line {error.lineno}: {error.msg}") from error
+        except BaseException:
+            del sys.modules[name]
+            raise
+        return module
+
+
+def import_path() -> str:
+    """`sys.path` as PYTHONPATH, for a process that is to import what this one can."""
+    return os.pathsep.join(entry or os.getcwd() for entry in sys.path)
 
 
 def _acts(thing: object) -> bool:

@@ -17,7 +17,14 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from verl_multiturn.demonstrations import Demonstration, Encoder, Plan, demonstrations, repeated
+from verl_multiturn.demonstrations import (
+    Demonstration,
+    Encoder,
+    Plan,
+    demonstrations,
+    repeated,
+    small_folder,
+)
 
 CHAT_TEMPLATE = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' + '\n' }}"
@@ -32,9 +39,7 @@ def build(config: DictConfig) -> Path:
     Raises:
         ValueError: an environment without expert and without listed actions cannot be imitated.
     """
-    plan = Plan.of(config)
-    cache = config.multiturn.small_model.cache or "~/.cache/verl_multiturn"
-    folder = Path(cache).expanduser() / f"{Path(plan.env.partition(':')[0]).stem}-{plan.digest()}"
+    plan, folder = Plan.of(config), small_folder(config)
     if (folder / "model.safetensors").exists():
         _say(f"small model: {folder} (built before)")
         return folder

@@ -1,11 +1,7 @@
 """What a user names in an adapter's keywords: an object by its path, a table of rows."""
 
-import hashlib
 import importlib
-import importlib.util
 import json
-import sys
-import threading
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -13,9 +9,9 @@ from typing import Any
 
 from verl_multiturn.env import Seed
 from verl_multiturn.errors import unknown
+from verl_multiturn.load import run_file
 
 Row = Mapping[str, Any]
-_LOCK = threading.RLock()  # environments are made in threads; none may see a file that is half run
 
 
 def find(path: str, kind: str) -> Any:
@@ -47,32 +43,16 @@ def load(target: str, kind: str) -> Any:
         ValueError: there is none.
     """
     if target.endswith(".py"):
-        with _LOCK:
-            return _file(target, kind)
+        path = Path(target).expanduser().resolve()
+        if not path.is_file():
+            raise ValueError(f"{kind}: no file {target!r}.")
+        return run_file(path, target)
     try:
         return importlib.import_module(target)
     except ModuleNotFoundError as error:
         if error.name and (target == error.name or target.startswith(f"{error.name}.")):
             raise ValueError(f"{kind}: no module {target!r} on sys.path.") from None
         raise
-
-
-def _file(target: str, kind: str) -> Any:
-    path = Path(target).expanduser().resolve()
-    if not path.is_file():
-        raise ValueError(f"{kind}: no file {target!r}.")
-    # A name that follows from the path: what the file defines pickles, and it is run only once.
-    name = f"adapted_{path.stem}_{hashlib.blake2b(str(path).encode(), digest_size=6).hexdigest()}"
-    if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, path)
-        assert spec is not None and spec.loader is not None  # it ends in .py
-        sys.modules[name] = importlib.util.module_from_spec(spec)
-        try:
-            spec.loader.exec_module(sys.modules[name])
-        except BaseException:
-            del sys.modules[name]
-            raise
-    return sys.modules[name]
 
 
 class Rows:

@@ -22,7 +22,7 @@ from textworld.core import EnvInfos, GameState
 from textworld.envs.pddl import logic, pddl, textgen
 from textworld.logic import Rule
 
-from verl_multiturn.cache import cache_folder, locked
+from verl_multiturn.cache import built, cache_folder
 
 # What an operator leaves behind besides changing the world: neither a precondition nor part of a goal.
 TRACES = frozenset({"checked", "examined", "wasinreceptacle"})
@@ -136,14 +136,12 @@ def _kept(kind: str, compute: Callable[..., Any], *texts: str) -> Any:
     """`compute(*texts)`, pure and slow (0.03 to 0.4 s): kept on disk for every process and run to come."""
     version = Path(fast_downward.__file__).stat().st_size
     digest = hashlib.blake2b("\0".join([str(version), *texts]).encode(), digest_size=16).hexdigest()
-    path = cache_folder("alfworld", kind, digest[:2]) / digest
-    if not path.exists():
-        # The members of a group begin the same game at once: one of them computes.
-        with locked(path):
-            if not path.exists():
-                draft = path.with_suffix(".part")
-                draft.write_bytes(zlib.compress(pickle.dumps(compute(*texts)), 3))
-                draft.replace(path)
+
+    def keep(path: Path) -> None:
+        path.write_bytes(zlib.compress(pickle.dumps(compute(*texts)), 3))
+
+    # The members of a group begin the same game at once: one of them computes.
+    path = built(cache_folder("alfworld", kind, digest[:2]) / digest, keep)
     return pickle.loads(zlib.decompress(path.read_bytes()))
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from verl_multiturn.cache import cache_folder, locked
+from verl_multiturn.cache import built, cache_folder
 from verl_multiturn.errors import unknown
 
 SPLITS = ("train", "valid_seen", "valid_unseen")
@@ -59,14 +59,12 @@ def games(folder: Path) -> dict[str, tuple[Game, ...]]:
         )
     stamp = [f"{path} {path.stat().st_size} {path.stat().st_mtime_ns}" for path in looked_at]
     key = hashlib.blake2b("\n".join([str(root.resolve()), *stamp]).encode(), digest_size=16).hexdigest()
-    manifest = cache_folder("alfworld", "manifests") / f"{key}.json"
-    if not manifest.exists():
-        with locked(manifest):
-            if not manifest.exists():
-                found = [game for path in _files(root) if (game := _read(path, root))]
-                draft = manifest.with_suffix(".part")
-                draft.write_text(json.dumps([asdict(game) for game in found]))
-                draft.replace(manifest)
+
+    def write(path: Path) -> None:
+        found = [game for file in _files(root) if (game := _read(file, root))]
+        path.write_text(json.dumps([asdict(game) for game in found]))
+
+    manifest = built(cache_folder("alfworld", "manifests") / f"{key}.json", write)
     found = [Game(**entry) for entry in json.loads(manifest.read_text())]
     by_digest = sorted(found, key=lambda game: (game.digest, game.id))
     return {split: tuple(g for g in by_digest if g.id.startswith(f"{split}/")) for split in SPLITS}
@@ -95,11 +93,15 @@ def find(folder: Path, identity: str) -> Game:
     Raises:
         ValueError: there is none.
     """
+    if identity in (by_id := _by_id(folder)):
+        return by_id[identity]
     split = games(folder).get(identity.partition("/")[0], ())
-    for game in split:
-        if game.id == identity:
-            return game
-    raise unknown(f"game of {folder}", identity, [game.id for game in split][:3] or SPLITS)
+    raise unknown(f"game of {folder}", identity, [game.id for game in split[:3]] or SPLITS)
+
+
+@functools.lru_cache(8)
+def _by_id(folder: Path) -> dict[str, Game]:
+    return {game.id: game for split in games(folder).values() for game in split}
 
 
 def game_file(folder: Path, game: Game) -> Path:

@@ -4,9 +4,11 @@ import hashlib
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
-from verl_multiturn.cache import cache_folder, locked
+from verl_multiturn.cache import built, cache_folder
+from verl_multiturn.load import import_path
 
 # Sizes of the benchmark's splits but for training; "small" has games that a small model can learn.
 # The arguments of `verl-multiturn make-alfworld-games`.
@@ -38,19 +40,12 @@ def _generated(name: str) -> Path:
     drawn_by = [Path(__file__).with_name(f"{part}.py").read_text() for part in DRAWN_BY]
     digest = hashlib.blake2b("\0".join([arguments, *drawn_by]).encode(), digest_size=6).hexdigest()
     folder = cache_folder("alfworld", "games") / f"{name}-{digest}"
-    if not folder.exists():
-        with locked(folder):
-            if not folder.exists():
-                _generate(folder, arguments.split())
-    return folder
+    return built(folder, partial(_generate, arguments.split()))
 
 
-def _generate(folder: Path, arguments: list[str]) -> None:
+def _generate(arguments: list[str], folder: Path) -> None:
     """By the command, in a process of its own: the solvers' processes must not import the caller's main."""
-    draft = folder.with_name(f"{folder.name}.{os.getpid()}.part")
-    command = [sys.executable, "-m", "verl_multiturn.cli", "make-alfworld-games", str(draft), *arguments]
-    path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
-    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, check=False)
+    command = [sys.executable, "-m", "verl_multiturn.cli", "make-alfworld-games", str(folder), *arguments]
+    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": import_path()}, check=False)
     if done.returncode:
-        raise ValueError(f"the games of {folder.name} could not be generated: {' '.join(command)} failed")
-    draft.replace(folder)
+        raise ValueError(f"the games of {folder.stem} could not be generated: {' '.join(command)} failed")

@@ -14,14 +14,9 @@ from random import Random
 
 from alfworld.gen import constants
 
-TASKS = (
-    "pick_and_place_simple",
-    "look_at_obj_in_light",
-    "pick_clean_then_place_in_recep",
-    "pick_heat_then_place_in_recep",
-    "pick_cool_then_place_in_recep",
-    "pick_two_obj_and_place",
-)
+from environments.alfworld_parts.library import TASK_TYPES
+
+TASKS = TASK_TYPES
 # What a task does to its object: the property it needs, and the class of receptacle that does it.
 TREATMENTS = {
     "pick_clean_then_place_in_recep": ("clean", "Cleanable", "SinkBasin"),

@@ -5,7 +5,6 @@ are bm25s's "lucene" variant; they are not bit-equal to Lucene's, which rounds d
 """
 
 import hashlib
-import shutil
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,8 @@ import numpy as np
 import orjson
 
 from environments.retrieval_parts.passages import Passage
-from verl_multiturn.cache import cache_folder, locked
+from environments.retrieval_parts.ranking import best
+from verl_multiturn.cache import built, cache_folder
 
 K1, B = 0.9, 0.4
 LAYOUT = 1  # of the folder; part of the digest
@@ -69,11 +69,7 @@ class Index:
             ValueError: the corpus is empty, or the index does not fit it.
         """
         folder = (root or cache_folder("retrieval")) / _name(digest)
-        if not folder.is_dir():
-            with locked(folder):
-                if not folder.is_dir():
-                    _build(folder, list(passages()))
-        return cls(folder, documents)
+        return cls(built(folder, lambda draft: _build(draft, list(passages()))), documents)
 
     def __len__(self) -> int:
         return self.documents
@@ -84,16 +80,7 @@ class Index:
 
     def numbers(self, query: str, k: int) -> list[int]:
         """Which documents `search` returns, counted from 0."""
-        known = self._bm25.get_tokens_ids(_stems([query])[0])
-        if not known:
-            return []
-        scores = self._bm25.get_scores_from_ids(known)  # (N,)
-        hits = np.flatnonzero(scores > 0)
-        if len(hits) > k:  # a partial sort leaves ties in any order: keep them all, then sort
-            floor = np.partition(scores[hits], len(hits) - k)[len(hits) - k]
-            hits = hits[scores[hits] >= floor]
-        order = np.lexsort((hits, -scores[hits]))[:k]
-        return [int(number) for number in hits[order]]
+        return best(self._bm25, _stems([query])[0], k)
 
     def _passage(self, number: int) -> Passage:
         start, end = int(self._offsets[number]), int(self._offsets[number + 1])
@@ -127,7 +114,6 @@ def _stems(texts: list[str]) -> list[list[str]]:
 
 
 def _build(folder: Path, passages: list[Passage]) -> None:
-    """Write the index beside its place, then move it there: a killed builder leaves nothing half done."""
     import bm25s
 
     if not passages:
@@ -137,11 +123,8 @@ def _build(folder: Path, passages: list[Passage]) -> None:
         raise ValueError("the corpus has no words that could be searched for")
     bm25 = bm25s.BM25(k1=K1, b=B, method="lucene")
     bm25.index(stems, show_progress=False)
-    draft = folder.with_name(f"{folder.name}.part")
-    shutil.rmtree(draft, ignore_errors=True)
-    bm25.save(draft, show_progress=False)
+    bm25.save(folder, show_progress=False)
     lines = [orjson.dumps([passage.title, passage.text]) + b"\n" for passage in passages]
-    (draft / PASSAGES).write_bytes(b"".join(lines))
-    np.save(draft / OFFSETS, np.cumsum([0, *map(len, lines)], dtype=np.int64))
-    (draft / ABOUT).write_bytes(orjson.dumps({"documents": len(passages)}))
-    draft.rename(folder)
+    (folder / PASSAGES).write_bytes(b"".join(lines))
+    np.save(folder / OFFSETS, np.cumsum([0, *map(len, lines)], dtype=np.int64))
+    (folder / ABOUT).write_bytes(orjson.dumps({"documents": len(passages)}))

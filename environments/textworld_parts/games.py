@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
@@ -12,7 +11,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from verl_multiturn.cache import cache_folder, locked
+from verl_multiturn.cache import built, cache_folder
 from verl_multiturn.env import Seed, derive_seed
 from verl_multiturn.errors import unknown
 from verl_multiturn.panel import FIRST_ID
@@ -101,19 +100,10 @@ class Game:
         Raises:
             ValueError: TextWorld cannot make such a game.
         """
-        return _meta(self.folder) if self.folder.is_dir() else self._build()
-
-    def _build(self) -> Meta:
-        with locked(self.folder):
-            if not self.folder.is_dir():
-                draft = self.folder.with_name(f"{self.folder.name}.part")
-                shutil.rmtree(draft, ignore_errors=True)
-                draft.mkdir()
-                self._make(draft)
-                draft.rename(self.folder)  # whole or not at all
-        return _meta(self.folder)
+        return _meta(built(self.folder, self._make))
 
     def _make(self, folder: Path) -> None:
+        folder.mkdir()
         work = {
             "kind": self.kind,
             "settings": json.loads(self.settings),

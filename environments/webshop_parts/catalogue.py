@@ -3,11 +3,10 @@
 import hashlib
 import json
 import os
-import shutil
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, get_args
@@ -17,7 +16,7 @@ import numpy as np
 from environments.webshop_parts import generate, goals, records, search, upstream, words
 from environments.webshop_parts.goals import SPLITS, Kind
 from environments.webshop_parts.records import Goal, Product, Records, write_records
-from verl_multiturn.cache import cache_folder, locked
+from verl_multiturn.cache import built, cache_folder
 
 WHOLE = 64 << 20  # bytes up to which a file is hashed whole; of a larger one size, time and both ends
 BUILDERS = (generate, goals, records, search, upstream, words)
@@ -115,30 +114,18 @@ def open_shop(source: Source, kind: Kind) -> Shop:
 
 @lru_cache(maxsize=8)
 def _open(source: Source, kind: Kind) -> Shop:
-    folder = cache_folder("webshop") / source.key()
-    if not folder.exists():
-        with locked(folder):
-            if not folder.exists():
-                _build(source, folder)
-    return Shop(source, kind, folder)
+    return Shop(source, kind, built(cache_folder("webshop") / source.key(), partial(_build, source)))
 
 
 def _build(source: Source, folder: Path) -> None:
-    """Write all files beside the folder, then rename: it is there whole or not at all."""
-    draft = folder.with_name(f"{folder.name}.{os.getpid()}.part")
-    shutil.rmtree(draft, ignore_errors=True)
-    draft.mkdir()
-    try:
-        raw, made, human, where = source.read()
-        write_records(draft / "products.jsonl", upstream.clean(raw, made, where))
-        products: Records[Product] = Records(draft / "products.jsonl", Product, kept=1)
-        for kind in get_args(Kind):
-            arranged, marks = goals.arrange(goals.make_goals(products, kind, made, human))
-            write_records(draft / f"{kind}.jsonl", arranged)
-            np.save(draft / f"{kind}-splits.npy", marks)
-        search.build(map(search.document, products), draft / "index")
-        digest = hashlib.blake2b(products.bytes, digest_size=12).hexdigest()
-        (draft / "meta.json").write_text(json.dumps({"products": len(products), "digest": digest}))
-        draft.rename(folder)
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)
+    folder.mkdir()
+    raw, made, human, where = source.read()
+    write_records(folder / "products.jsonl", upstream.clean(raw, made, where))
+    products: Records[Product] = Records(folder / "products.jsonl", Product, kept=1)
+    for kind in get_args(Kind):
+        arranged, marks = goals.arrange(goals.make_goals(products, kind, made, human))
+        write_records(folder / f"{kind}.jsonl", arranged)
+        np.save(folder / f"{kind}-splits.npy", marks)
+    search.build(map(search.document, products), folder / "index")
+    digest = hashlib.blake2b(products.bytes, digest_size=12).hexdigest()
+    (folder / "meta.json").write_text(json.dumps({"products": len(products), "digest": digest}))

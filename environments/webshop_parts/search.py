@@ -12,8 +12,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
+from environments.retrieval_parts.ranking import best
 from environments.webshop_parts.records import Product
 
 RESULTS = 50  # products a search returns
@@ -89,13 +88,4 @@ class Search:
         """The best 50 documents that hold any of the words, best first; ties in catalogue order."""
         with self.lock:
             stems = self.stems(words)
-        known = self.index.get_tokens_ids(stems)
-        if not known:
-            return ()
-        scores = self.index.get_scores_from_ids(known)
-        hits = np.flatnonzero(scores > 0)
-        if len(hits) > RESULTS:
-            least = np.partition(scores[hits], -RESULTS)[-RESULTS]
-            hits = hits[scores[hits] >= least]
-        best = hits[np.argsort(-scores[hits], kind="stable")][:RESULTS]
-        return tuple(best.tolist())
+        return tuple(best(self.index, stems, RESULTS))

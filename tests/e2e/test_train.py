@@ -39,6 +39,16 @@ def train(recipe: str, run: Path, *overrides: str, expect: int = 0) -> str:
     return done.stdout
 
 
+def start(recipe: str, run: Path, *overrides: str) -> subprocess.Popen:
+    return subprocess.Popen(
+        command(recipe, run, *overrides),
+        cwd=REPOSITORY,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
 def steps(output: str) -> list[int]:
     return [int(found) for found in re.findall(r"^step (\d+)/", output, re.MULTILINE)]
 
@@ -58,13 +68,7 @@ def gigpo(folder):
         "trainer.test_freq=2",
         "trainer.save_freq=2",
     )
-    process = subprocess.Popen(
-        command("gigpo_frozenlake", run, *overrides),
-        cwd=REPOSITORY,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    process = start("gigpo_frozenlake", run, *overrides)
     first = []
     for line in process.stdout:
         first.append(line)
@@ -207,13 +211,7 @@ def test_alfworld_with_a_process_killed(folder, alfworld_games):
         "trainer.test_freq=2",
         "trainer.save_freq=-1",
     )
-    process = subprocess.Popen(
-        command("gigpo_alfworld", run, *overrides),
-        cwd=REPOSITORY,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    process = start("gigpo_alfworld", run, *overrides)
     output, killed = [], None
     for line in process.stdout:
         output.append(line)

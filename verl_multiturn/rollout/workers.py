@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from verl_multiturn.env import Env, make
+from verl_multiturn.load import import_path
 from verl_multiturn.rollout.observed import EnvironmentFailure, Observed
 
 READY = b"ready"  # what a zygote says after its imports; anything else is what went wrong
@@ -114,12 +115,11 @@ class Zygote:
         control, theirs = socket.socketpair()
         with theirs:
             fd = theirs.fileno()
-            path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "verl_multiturn.rollout.zygote", str(fd), self.name],
                 stdin=subprocess.DEVNULL,
                 pass_fds=[fd],
-                env={**os.environ, **ONE_THREAD, "PYTHONPATH": path},
+                env={**os.environ, **ONE_THREAD, "PYTHONPATH": import_path()},
                 # Ctrl-C is for the rollout worker, which ends its environments in order.
                 start_new_session=True,
             )
