@@ -9,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from verl_multiturn.algorithms import advantages
@@ -211,16 +212,19 @@ def test_alfworld_with_a_process_killed(folder, alfworld_games):
         "trainer.test_freq=2",
         "trainer.save_freq=-1",
     )
+    began = time.time() - 1
     process = start("gigpo_alfworld", run, *overrides)
-    output, killed = [], None
+    output, killed = [], []
     for line in process.stdout:
         output.append(line)
         if line.startswith("step 1/"):
-            # Those of this run, between two episodes or in one: the zygote's children.
-            killed = next(iter(environment_processes(process.pid)))
-            os.kill(killed, signal.SIGKILL)
+            # Between two episodes or in one: they live for the whole run.
+            killed = environment_processes(began)[:1]
+            for pid in killed:
+                os.kill(pid, signal.SIGKILL)
     assert process.wait(timeout=60) == 0, "".join(output)[-6000:]
-    assert steps("".join(output)) == [1, 2] and killed is not None
+    assert steps("".join(output)) == [1, 2]
+    assert killed, "no environment had a process of its own:\n" + "".join(output)[-6000:]
     recorded = Run(run)
     assert (
         recorded.metrics.loc[2, "val/episodes"] == 5 and recorded.metrics.loc[2, "val/unseen/episodes"] == 5
@@ -229,15 +233,15 @@ def test_alfworld_with_a_process_killed(folder, alfworld_games):
     kinds = {t["task_type"] for step in (1, 2) for t in recorded.trajectories("train", step)}
     assert kinds <= {"pick_and_place_simple", "look_at_obj_in_light", "pick_clean_then_place_in_recep",
                      "pick_heat_then_place_in_recep", "pick_cool_then_place_in_recep"}  # fmt: skip
-    assert not environment_processes(process.pid)
+    assert not environment_processes(began)
 
 
-def environment_processes(ancestor: int) -> list[int]:
-    """The environments' own processes below one of ours: children of a zygote."""
-    table = subprocess.run(["ps", "-eo", "pid,ppid,args"], capture_output=True, text=True, check=True).stdout
-    rows = [line.split(None, 2) for line in table.splitlines()[1:]]
-    below = {ancestor}
-    for _ in rows:
-        below |= {int(pid) for pid, parent, *_ in rows if int(parent) in below}
-    zygotes = {int(pid) for pid, _, args in rows if "rollout.zygote" in args and int(pid) in below}
-    return [int(pid) for pid, parent, *_ in rows if int(parent) in zygotes and int(pid) in below]
+def environment_processes(since: float) -> list[int]:
+    """The environments' own processes: children of a zygote that began after this moment."""
+    zygotes, parents = set(), {}
+    for process in psutil.process_iter(["pid", "ppid", "create_time", "cmdline"]):
+        if process.info["create_time"] >= since and "rollout.zygote" in " ".join(process.info["cmdline"] or ()):
+            zygotes.add(process.info["pid"])
+            parents[process.info["pid"]] = process.info["ppid"]
+    return [pid for pid, parent in parents.items() if parent in zygotes]
+
