@@ -126,7 +126,7 @@ REFUSED = {
     "actions": (["multiturn.action.max_actions=0"], "max_actions=0 must be a whole number of at least 1"),
     "no number": (["data.train_batch_size=abc"], "data.train_batch_size='abc' must be a whole number"),
     "a group of one": (["actor_rollout_ref.rollout.n=1"], "gigpo compares the members of a group"),
-    "row filter": (["+algorithm.filter_groups.enable=true"], "algorithm.filter_groups is verl's row filter"),
+    "row filter": (["+algorithm.filter_groups.enable=true"], "multiturn.filter.place=refill instead"),
     "tasks": (["multiturn.val={first_seed: 0}"], "multiturn.val=", "must be the name or file of a panel"),
     "share": (["multiturn.failures.min_share=0"], "must be in (0, 1]"),
     "other panel": (["multiturn.val=sokoban-val"], "panel sokoban-val is for sokoban", "the run plays f"),

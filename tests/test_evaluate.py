@@ -57,7 +57,8 @@ def save(folder, vocabulary=0, template=True):
         env="frozen_lake", env_kwargs={}, row="turn", templates=plain, policy=None,
         form=ActionFormat(tag="answer", think=False), max_tokens=1024, vocabulary=512, width=32,
         layers=1, steps=2,
-        noise=0.4, imitate="played", prompt_weight=0.0, episodes=None, batch=4, lr=3e-3, seed=1,
+        noise=0.4, mistakes=0.0, imitate="played", prompt_weight=0.0, episodes=None,
+        batch=4, mixed=1, lr=3e-3, seed=1,
     )  # fmt: skip
     tokens = small_model.tokenizer(plan, episodes=5)
     if not template:

@@ -167,6 +167,7 @@ CHANGES = [
     "multiturn.prompt.first=x {observation}", "multiturn.prompt.history=1", "multiturn.action.tag=act",
     "multiturn.row=trajectory", "multiturn.seed=2", "multiturn.env=sokoban", "data.max_prompt_length=300",
     "multiturn.small_model.imitate=expert", "multiturn.small_model.prompt_weight=0.5",
+    "multiturn.small_model.mistakes=0.5", "multiturn.small_model.mixed=4",
     "multiturn.small_model.episodes=3", "multiturn.small_model.vocabulary=400",
 ]  # fmt: skip
 SAME = ["multiturn.small_model.cache=elsewhere", "multiturn.algorithm=grpo", "trainer.total_training_steps=9"]
@@ -216,18 +217,33 @@ def test_the_expert_is_imitated_where_chance_played(plan):
 
 
 def test_a_warm_start_sees_what_a_mistake_leads_to(alfworld_games):
-    """Learning from the expert, half of the chance actions come from other episodes: most do nothing here."""
+    """With `mistakes`, some of the chance actions come from other episodes: most do nothing here."""
     given = ["hardware=cpu", f"multiturn.env_kwargs.data={alfworld_games}"]
     plan = Plan.of(prepare(compose("gigpo_alfworld", given)))
     idle = {}
-    for imitate in ("expert", "played"):
+    for mistakes in (0.0, 0.5):
         shown = [
             messages[-1]["content"]
-            for episode in islice(demonstrations(replace(plan, imitate=imitate), noise=0.5), 12)
+            for episode in islice(demonstrations(replace(plan, mistakes=mistakes), noise=0.5), 12)
             for messages, _ in episode
         ]
-        idle[imitate] = sum("Nothing happens." in text for text in shown) / len(shown)
-    assert idle["played"] == 0 and 0.05 < idle["expert"] < 0.3
+        idle[mistakes] = sum("Nothing happens." in text for text in shown) / len(shown)
+    assert idle[0.0] == 0 and 0.05 < idle[0.5] < 0.3
+
+
+@pytest.mark.parametrize("row", ["turn", "trajectory"])
+def test_mixed_batches_hold_the_same_turns_with_less_padding(plan, row):
+    """Rows of several batches put together by length: each turn once, the batches as large as asked."""
+    tokens = small_model.tokenizer(plan)
+    texts, padding = {}, {}
+    for mixed in (1, 8):
+        one = replace(plan, row=row, mixed=mixed, batch=32, max_tokens=4000)
+        batches = list(islice(small_model._batches(one, demonstrations(one, 0.4), Encoder(tokens)), 8))
+        rows = [row for ids, _ in batches for row in ids.tolist()]
+        texts[mixed] = sorted(tuple(t for t in row if t != tokens.pad_token_id) for row in rows)
+        padding[mixed] = sum(row.count(tokens.pad_token_id) for row in rows)
+    shared = set(texts[1]) & set(texts[8])
+    assert len(shared) > 0.8 * len(set(texts[1])) and padding[8] <= padding[1]
 
 
 def test_answers_that_were_not_played_do_not_enter_a_chat():

@@ -19,6 +19,7 @@ from verl.utils import tensordict_utils
 from verl_multiturn import configure
 from verl_multiturn.compose import compose
 from verl_multiturn.errors import RunStopped
+from verl_multiturn.filtering import GroupFilter
 from verl_multiturn.runs import Run
 from verl_multiturn.trainer import MultiTurnTrainer
 
@@ -57,6 +58,7 @@ def trainer(composed, tmp_path, queue):
     made.progress = Notes()
     made.submitted = []
     made._add_prompts_to_generate = made.submitted.append
+    made.actor_rollout_wg = SimpleNamespace(update_actor=None)
     return made
 
 
@@ -631,6 +633,157 @@ def test_unseeded_rows_keep_the_order_of_completion(trainer, queue, monkeypatch)
     assert (metrics["multiturn/rows/mean"], metrics["multiturn/padded_rows/mean"]) == (4, 2)
 
 
+@pytest.mark.parametrize(
+    ("rows", "mini", "critic", "count", "padded"),
+    [(350, 128, None, 3, 351), (40, 64, None, 1, 40), (7, 64, None, 1, 7), (1000, 128, None, 8, 1000),
+     (100, 32, 64, 3, 102)],
+)  # fmt: skip
+def test_mini_batches_follow_the_real_rows(trainer, queue, rows, mini, critic, count, padded):
+    """As many as verl's size suggests, rounded; a batch is filled up by less than their number."""
+    trainer.config.actor_rollout_ref.actor.ppo_mini_batch_size = mini // 2  # x rollout.n of 2
+    trainer.config.critic.ppo_mini_batch_size = (critic or 2) // 2
+    trainer.use_critic, trainer._real_rows = critic is not None, rows
+    multiple = trainer._get_required_batch_multiple(dp_size=1)
+    size = math.ceil(rows / multiple) * multiple
+    assert size == padded and trainer._mini_batches["actor"] == count
+    updated = []
+    workers = SimpleNamespace(update_actor=updated.append)
+    trainer._size_mini_batches("actor", workers, "update_actor")
+    workers.update_actor(
+        KVBatchMeta(partition_id="train", keys=[f"k{i}" for i in range(size)], tags=[{}] * size)
+    )
+    assert updated[0].extra_info == {"global_batch_size": size // count, "mini_batch_size": size // count}
+
+
+def test_every_rank_has_as_many_rows(trainer):
+    trainer.config.actor_rollout_ref.actor.ppo_mini_batch_size = 16
+    trainer.use_critic, trainer._real_rows = False, 100
+    assert trainer._get_required_batch_multiple(dp_size=4) == 4 * 3
+
+
+# ------------------------------------------------------------------------------- StarPO-S
+
+# Group g disagrees (1 and 0), group h does not, and group i disagrees by its penalties alone.
+FAILED = trajectory(0.0, success=False)
+GROUPS = {
+    "g_0_0": (2, [1, 1], extra([turn(0, 1.0, (0, 2), "s")], trajectory(1.0))),
+    "g_1_0": (2, [1, 1], extra([turn(0, 0.0, (0, 2), "s")], FAILED)),
+    "h_0_0": (2, [1, 1], extra([turn(0, 0.0, (0, 2), "t")], FAILED)),
+    "h_1_0": (2, [1, 1], extra([turn(0, 0.0, (0, 2), "t")], FAILED)),
+    "i_0_0": (
+        2,
+        [1, 1],
+        extra([turn(0, 0.0, (0, 2), "u", valid=False) | {"penalty": 0.1}], FAILED | {"penalty": 0.1}),
+    ),
+    "i_1_0": (2, [1, 1], extra([turn(0, 0.0, (0, 2), "u")], FAILED)),
+}
+
+
+@pytest.fixture
+def filtered(trainer, monkeypatch):
+    """A trainer that keeps groups with a std, whose `_balance_batch` is ours alone."""
+    trainer.filter = GroupFilter(strategy="top_p", value=1.0)
+    trainer.writer = Writer()
+    monkeypatch.setattr(PPOTrainer, "_balance_batch", lambda self, batch, metrics, **_: batch)
+    return trainer
+
+
+def test_groups_that_agree_cost_no_forward_pass(filtered, queue):
+    """Dropped before log-probs; their rows leave the queue, their trajectories are recorded."""
+    filtered.settings.algorithm, metrics = "rloo", {}
+    batch = filtered._balance_batch(put(queue, GROUPS), metrics)
+    assert batch.keys == ["g_0_0", "g_1_0"]
+    assert sorted(key for _, key in queue.cleared) == ["h_0_0", "h_1_0", "i_0_0", "i_1_0"]
+    assert metrics["multiturn/rows/mean"] == 2 and metrics["multiturn/trajectories/mean"] == 6
+    assert metrics["multiturn/kept_share/mean"] == pytest.approx(1 / 3)
+    assert metrics["multiturn/group_std/mean"] == pytest.approx(math.sqrt(0.5) / 3)
+    assert metrics["multiturn/group_std_kept/mean"] == pytest.approx(math.sqrt(0.5))
+    filtered._compute_advantage(batch, metrics)
+    ((_, _, records),) = filtered.writer.written
+    assert [(r["group"], r["trained"]) for r in records] == [
+        ("g", True), ("g", True), ("h", False), ("h", False), ("i", False), ("i", False)
+    ]  # fmt: skip
+    assert [r["turns"][0]["advantage"] for r in records] == [1.0, -1.0, None, None, None, None]
+    assert metrics["multiturn/success/mean"] == pytest.approx(1 / 6)  # of all that was played
+
+
+def test_nothing_kept_is_a_step_without_training(filtered, queue, monkeypatch):
+    """Counted, noted, recorded; with stop_after the run ends with a sentence."""
+    batch = put(queue, {key: row for key, row in GROUPS.items() if key[0] == "h"})
+    monkeypatch.setattr(
+        PPOTrainer, "_step_once", lambda self, metrics, *_: self._balance_batch(batch, metrics)
+    )
+    metrics = {}
+    assert filtered._step_once(metrics, {}, 1).keys == []
+    assert metrics["multiturn/empty_step/mean"] == 1.0
+    ((split, step, records),) = filtered.writer.written
+    assert (split, step, [r["trained"] for r in records]) == ("train", 5, [False, False])
+    assert "kept none of the groups" in filtered.progress.lines[0]
+    filtered._compute_metrics(
+        KVBatchMeta(partition_id="train", keys=[], tags=[]), metrics, {"step": 2.0}, 5, 0
+    )
+    assert filtered.writer.written[-1][2]["timing_s/step"] == 2.0
+    filtered.filter = GroupFilter(strategy="top_p", value=1.0, stop_after=2)
+    batch = put(queue, {key: row for key, row in GROUPS.items() if key[0] == "h"})
+    with pytest.raises(RunStopped, match="kept nothing in 2 steps in a row"):
+        filtered._step_once({}, {}, 1)
+
+
+def test_a_return_that_is_not_a_number_stops_the_run(filtered, queue):
+    rows = GROUPS | {"g_0_0": (1, [1], extra([turn(0, math.nan, (0, 1), "s")], trajectory(math.nan)))}
+    with pytest.raises(RunStopped, match=r"step 5, multiturn\.filter: returns must be finite"):
+        filtered._balance_batch(put(queue, rows), {})
+
+
+def test_groups_may_be_weighed_instead(trainer, queue):
+    """Soft reweighting: g has the largest std, h none, so its advantages vanish."""
+    trainer.filter, trainer.writer = GroupFilter(reweight=True), Writer()
+    trainer.settings.algorithm = "rloo"
+    batch = put(queue, GROUPS)
+    trainer._compute_advantage(batch, {})
+    found = tokens(queue, batch, "advantages")
+    assert found["g_0_0"] == pytest.approx([1.0, 1.0], abs=1e-5) and found["h_0_0"] == [0.0, 0.0]
+
+
+def test_token_level_rewards_of_verls_estimators(trainer, queue):
+    """turn_rewards: each utterance's last token has its own reward, less its penalty."""
+    trainer.settings.algorithm, trainer.settings.turn_rewards = "ppo", True
+    whole = trajectory(3.0)
+    turns = [turn(0, 1.0, (0, 2), "s") | {"penalty": 0.5}, turn(1, 2.0, (4, 6), "t", glue=2)]
+    batch = padded(queue, put(queue, {"g_0_0": (6, [1, 1, 0, 0, 1, 1], extra(turns, whole))}), 2)
+    trainer._place_rewards(trainer._rows(batch), batch)
+    assert tokens(queue, batch, "rm_scores")["g_0_0"] == [0.0, 0.5, 0.0, 0.0, 0.0, 2.0]
+
+
+def test_normalised_returns_of_verls_estimators(trainer, queue):
+    trainer.settings.algorithm = "ppo"
+    trainer.settings.normalize.by, trainer.settings.normalize.method = "group", "mean"
+    batch = put(queue, GROUPS)
+    trainer._place_rewards(trainer._rows(batch), batch)
+    found = tokens(queue, batch, "rm_scores")
+    assert found["g_0_0"] == [0.0, 0.5] and found["g_1_0"] == [0.0, -0.5] and found["h_0_0"] == [0.0, 0.0]
+    assert found["i_0_0"] == pytest.approx([0.0, -0.05])
+
+
+def test_bilevel_gae_reads_verls_critic(trainer, queue):
+    """γ = λ = γ_turn = 1: A = R − V of each token, the critic learns R; a turn's record has the first V."""
+    trainer.use_critic, trainer.settings.algorithm = True, "bilevel_gae"
+    trainer.settings.bilevel_gae.gamma_turn, trainer.settings.bilevel_gae.whiten = 1.0, False
+    batch = put(queue, TRAJECTORY_ROWS)
+    values = jagged([0.25, 0.5, 9.0, 9.0, 0.5, 0.75], [-0.25, 0.0])
+    queue.kv_batch_put(batch.keys, "train", TensorDict({"values": values}, batch_size=2))
+    batch, rows = padded(queue, batch, 3), None
+    rows = trainer._rows(batch)
+    trainer._token_advantages(rows, batch, {})
+    assert tokens(queue, batch, "advantages") == approx(
+        {batch.keys[0]: [0.0], "g_0_0": [0.75, 0.5, 0, 0, 0.5, 0.25], "g_1_0": [0.25, 0.0]}
+    )
+    assert tokens(queue, batch, "returns") == approx(
+        {batch.keys[0]: [0.0], "g_0_0": [1.0, 1.0, 0, 0, 1.0, 1.0], "g_1_0": [0.0, 0.0]}
+    )
+    assert [record["value"] for _, record, _ in rows.places] == [0.25, 0.5, -0.25]
+
+
 # ------------------------------------------------------------------------------- the run folder
 
 
@@ -656,6 +809,6 @@ def test_each_step_is_a_line_of_metrics(trainer, monkeypatch):
     monkeypatch.setattr(
         PPOTrainer, "_compute_metrics", lambda self, batch, metrics, *_: metrics.update(of_verl=2.0)
     )
-    trainer._compute_metrics(SimpleNamespace(), {"a": 1.0}, {}, global_steps=5, epoch=0)
+    trainer._compute_metrics(SimpleNamespace(keys=["k"]), {"a": 1.0}, {}, global_steps=5, epoch=0)
     assert trainer.writer.written == [("metrics", 5, {"a": 1.0, "of_verl": 2.0})]
     assert trainer.progress.lines == [(5, {"a": 1.0, "of_verl": 2.0})]

@@ -57,6 +57,7 @@ from verl_multiturn.compose import compose
 from verl_multiturn.rollout import rows
 from verl_multiturn.rollout.loop import MultiTurnLoop
 from verl_multiturn.trainer import MultiTurnColocateAsyncTrainer, MultiTurnMixin, MultiTurnTrainer
+from verl_multiturn.trainer_starpo import StarPOSteps
 from verl_multiturn.turns import Trajectory, Turn, TurnBatch
 
 PACKAGE = Path(verl_multiturn.__file__).parent
@@ -622,6 +623,8 @@ SIGNATURES = {
     PPOTrainer._submit_batch_to_rollout: "self batch",
     PPOTrainer._balance_batch: "self batch metrics logging_prefix keep_minibatch",
     PPOTrainer._compute_advantage: "self batch metrics",
+    PPOTrainer._step_once: "self metrics timing_raw sample_batch_size",
+    PPOTrainer._get_required_batch_multiple: "self dp_size",
     PPOTrainer._validate: "self",
     PPOTrainer._setup: "self",
     PPOTrainer._init_tokenizer: "self",
@@ -665,8 +668,11 @@ def test_transfer_queue_signature(name):
 def test_every_override_exists_in_verl():
     """A hook that verl renames would silently stop being called."""
     ours = {"_sample", "_sample_some", "_clear", "_roll_out_again", "_turn_advantages", "_rows", "_record"}
-    overrides = {name for name, value in vars(MultiTurnMixin).items() if inspect.isfunction(value)} - ours
-    assert {"fit", "_validate", "_compute_advantage"} <= overrides
+    ours |= {"_size_mini_batches", "_recorded_metrics", "_last_good", "_shrink", "_members", "_put"}
+    ours |= {"_measure_information", "_token_advantages", "_rewards", "_place_rewards", "_weigh"}
+    defined = vars(MultiTurnMixin) | vars(StarPOSteps)
+    overrides = {name for name, value in defined.items() if inspect.isfunction(value)} - ours
+    assert {"fit", "_validate", "_compute_advantage", "_step_once"} <= overrides
     for base in (PPOTrainerSync, PPOTrainerColocateAsync):
         assert overrides == {name for name in overrides if callable(getattr(base, name, None))}
         assert not any(hasattr(base, name) for name in ours), "one of our own names now hides one of verl's"
@@ -778,6 +784,7 @@ def test_config_keys_of_verl_that_we_set(composed):
 
 MAY_IMPORT_VERL = {
     "trainer.py",
+    "information_probe.py",  # the padding helpers, to read log-probabilities
     "main.py",
     "rollout/rows.py",
     "rollout/loop.py",
@@ -807,7 +814,7 @@ def importers(package):
 
 def test_only_the_named_files_import_verl():
     assert importers("verl") == MAY_IMPORT_VERL
-    assert importers("transfer_queue") == {"trainer.py"}
+    assert importers("transfer_queue") == {"trainer.py", "trainer_starpo.py"}
 
 
 def test_the_package_does_not_import_the_environments():

@@ -10,15 +10,20 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from verl_multiturn.algorithms import find, list_algorithms
+from verl_multiturn.algorithms.information import RULES
+from verl_multiturn.collapse import detectors
 from verl_multiturn.compose import plain
 from verl_multiturn.errors import unknown
+from verl_multiturn.filtering import group_filter
 from verl_multiturn.limits import check_values
 from verl_multiturn.panel import ALSO
+from verl_multiturn.rewards import Normalize
 from verl_multiturn.rollout.episode import check_anchor
 from verl_multiturn.rollout.parsing import ActionFormat
 from verl_multiturn.rollout.prompts import prompt_policy
 
 VERL_ALGORITHMS = {"grpo": "grpo", "ppo": "gae", "verl": None}  # name -> verl's adv_estimator
+TOKEN_ALGORITHMS = ("bilevel_gae",)  # ours, with one advantage per token
 LAYOUTS = ("turn", "trajectory")
 MODES = ("sync", "colocate_async", "separate_async")
 
@@ -52,10 +57,18 @@ def prepare(config: DictConfig) -> DictConfig:
             "algorithm.rollout_correction weighs tokens inside verl's estimators, which "
             f"{settings.algorithm} replaces: leave rollout_is and rollout_rs out, or use grpo"
         )
-    if config.algorithm.filter_groups and config.algorithm.filter_groups.get("enable"):
+    rule = group_filter(plain(settings.filter))
+    refills = rule.strategy is not None and rule.place == "refill"
+    if not refills and config.algorithm.filter_groups and config.algorithm.filter_groups.get("enable"):
         raise ValueError(
-            "algorithm.filter_groups is verl's row filter, which is not supported here: leave it out"
+            "algorithm.filter_groups compares rows as verl scores them: set multiturn.filter.strategy=top_p, "
+            "multiturn.filter.value=1 and multiturn.filter.place=refill instead"
         )
+    if refills:
+        # verl's DAPO refill; its "reward" is a row's score, penalties included.
+        with open_dict(config):
+            metric = "return" if rule.returns == "task" else "reward"
+            config.algorithm.filter_groups = {"enable": True, "metric": metric}
     _check_rows(config)
     if settings.max_action_tokens > config.data.max_response_length:
         raise ValueError(
@@ -83,8 +96,11 @@ def _check_choices(config: DictConfig) -> None:
     prompt_policy(plain(settings.prompt))
     check_anchor(settings.anchor)
     ActionFormat(**plain(settings.action))
-    if settings.algorithm not in VERL_ALGORITHMS:
+    if settings.algorithm in TOKEN_ALGORITHMS:
+        _check_bilevel(settings)
+    elif settings.algorithm not in VERL_ALGORITHMS:
         find(settings.algorithm).configure(keywords(settings))
+    _check_rewards(settings)
     if not 0 < settings.failures.min_share <= 1:
         raise ValueError(f"multiturn.failures.min_share={settings.failures.min_share} must be in (0, 1]")
     if config.trainer.v1.trainer_mode == "separate_async":
@@ -92,6 +108,52 @@ def _check_choices(config: DictConfig) -> None:
         if config.trainer.device == "cpu":
             raise ValueError(f"trainer.v1.trainer_mode=separate_async {where}; a CPU has neither: use sync")
         raise ValueError(f"trainer.v1.trainer_mode=separate_async {where}; it is not supported yet: use sync")
+
+
+def _check_bilevel(settings: DictConfig) -> None:
+    for name, value in keywords(settings).items():
+        kind = bool if name == "whiten" else float
+        if name not in ("gamma", "lam", "gamma_turn", "whiten"):
+            raise unknown("keyword of bilevel_gae", name, ("gamma", "lam", "gamma_turn", "whiten"))
+        if kind is bool and not isinstance(value, bool):
+            raise ValueError(f"multiturn.bilevel_gae.whiten={value!r} must be true or false")
+        if kind is float and not (isinstance(value, int | float) and 0 <= value <= 1):
+            raise ValueError(f"multiturn.bilevel_gae.{name}={value!r} must be a number in [0, 1]")
+
+
+def _check_rewards(settings: DictConfig) -> None:
+    """Settings of the rewards that the run's algorithm would not see, or that would count twice."""
+    rule, name = group_filter(plain(settings.filter)), settings.algorithm
+    normalize = Normalize(**plain(settings.normalize))
+    detectors(plain(settings.collapse))
+    if settings.information.rule not in RULES:
+        raise unknown("value of multiturn.information.rule", settings.information.rule, RULES)
+    if settings.turn_rewards is not None and name not in ("ppo", *TOKEN_ALGORITHMS):
+        raise ValueError(
+            f"multiturn.turn_rewards={str(settings.turn_rewards).lower()} has no effect on {name}: it is for "
+            "ppo and bilevel_gae"
+        )
+    if normalize.by is not None and (
+        name not in ("ppo", "grpo", *TOKEN_ALGORITHMS) or turn_rewards(settings)
+    ):
+        raise ValueError(
+            "multiturn.normalize.by is for whole returns of ppo, grpo or bilevel_gae with "
+            "multiturn.turn_rewards=false: leave it out"
+        )
+    if settings.format_penalty and name == "gigpo" and settings.gigpo.invalid_penalty:
+        raise ValueError(
+            "multiturn.format_penalty and multiturn.gigpo.invalid_penalty would punish a turn twice: set one"
+        )
+    if rule.strategy is not None and rule.reweight:
+        raise ValueError("multiturn.filter.reweight is instead of dropping groups: leave strategy out")
+    if rule.strategy is None and rule.scale != "none":
+        raise ValueError(f"multiturn.filter.scale={rule.scale} needs multiturn.filter.strategy")
+
+
+def turn_rewards(settings: DictConfig) -> bool:
+    """Whether token-level estimators see each turn's reward, or the return on the last turn."""
+    given = settings.turn_rewards
+    return settings.algorithm in TOKEN_ALGORITHMS if given is None else bool(given)
 
 
 def keywords(settings: DictConfig) -> dict[str, Any]:
@@ -103,7 +165,7 @@ def keywords(settings: DictConfig) -> dict[str, Any]:
 def list_trainable() -> tuple[str, ...]:
     """Values of `multiturn.algorithm`."""
     # vineppo scores recorded values; training with it needs rollouts that estimate them.
-    return (*sorted(set(list_algorithms()) - {"vineppo"}), "ppo", "verl")
+    return (*sorted(set(list_algorithms()) - {"vineppo"}), *TOKEN_ALGORITHMS, "ppo", "verl")
 
 
 def _derive_algorithm(config: DictConfig) -> None:
@@ -127,8 +189,8 @@ def _derive_algorithm(config: DictConfig) -> None:
             f"multiturn.algorithm={name} with multiturn.row=turn would score every turn as an episode of its "
             "own: use multiturn.row=trajectory, or one of grpo, rloo, reinforce, turn_gae, gigpo"
         )
-    own = name not in VERL_ALGORITHMS and "value" in find(name).needs
-    critic = own or config.algorithm.adv_estimator == "gae"
+    own = name not in (*VERL_ALGORITHMS, *TOKEN_ALGORITHMS) and "value" in find(name).needs
+    critic = own or name in TOKEN_ALGORITHMS or config.algorithm.adv_estimator == "gae"
     if config.critic.enable not in (None, critic):
         raise ValueError(
             f"critic.enable={config.critic.enable} contradicts multiturn.algorithm={name}, "

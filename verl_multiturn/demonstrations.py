@@ -42,10 +42,12 @@ class Plan:
     layers: int
     steps: int
     noise: float
+    mistakes: float  # share of the random actions that come from other episodes
     imitate: str  # what was "played", or what the "expert" would have done there
     prompt_weight: float
     episodes: int | None  # distinct demonstrations; None: every one is new
     batch: int
+    mixed: int  # batches whose rows are mixed
     lr: float
     seed: int
 
@@ -130,14 +132,13 @@ def _episode(
         view.observation, view.admissible = observation, env.admissible()
         chance = rng.random() < noise
         action = env.random_action(rng) if chance else _expert(env, rng)
-        learnt = action
-        if plan.imitate == "expert":
-            learnt = _expert(env, rng) if chance else action
-            # What an action that does nothing here leads to must have been seen too: a policy that never
-            # met it repeats its mistake to the end.
-            if chance and elsewhere and rng.random() < 0.5:
-                action = rng.choice(elsewhere)
-            elsewhere.append(learnt)
+        if plan.mistakes and not chance:
+            elsewhere.append(action)
+        # What an action that does nothing here leads to must have been seen too: a policy that never met
+        # it repeats its mistake to the end.
+        if chance and elsewhere and rng.random() < plan.mistakes:
+            action = rng.choice(elsewhere)
+        learnt = _expert(env, rng) if chance and plan.imitate == "expert" else action
         answer = f"<{plan.form.tag}>{learnt}</{plan.form.tag}>" if plan.form.tag else learnt
         if plan.form.think:
             answer = f"<think></think>{answer}"

@@ -1,4 +1,4 @@
-"""What a step amounts to: trajectories, rows, mini-batches, optimizer steps, padding; token budgets."""
+"""What a step amounts to: trajectories, rows, mini-batches, optimizer steps; token budgets."""
 
 import math
 
@@ -35,32 +35,25 @@ def batch(config: DictConfig) -> list[Line]:
     low, high = trajectories, trajectories * (limit if turn_rows else 1)
     devices = config.trainer.n_gpus_per_node * config.trainer.nnodes
     ranks = max(1, devices // actor.ulysses_sequence_parallel_size)
-    multiple = math.lcm(ranks, mini)
-    if config.critic.enable:
-        multiple = math.lcm(multiple, config.critic.ppo_mini_batch_size * n)
-    padded = [math.ceil(rows / multiple) * multiple for rows in (low, high)]
-    steps = [rows // mini * actor.ppo_epochs for rows in padded]
+    # As `MultiTurnMixin._get_required_batch_multiple`: mini-batches follow the rows.
+    steps = [max(1, round(rows / mini)) * actor.ppo_epochs for rows in (low, high)]
     why = f"a row per turn, at most {limit} turns" if turn_rows else "a row per trajectory, exact"
-    most = multiple - 1 if turn_rows else padded[0] - low
     found = [
         Line(
             BATCH, "ok", "trajectories", f"{config.data.train_batch_size} tasks x {n} = {trajectories} a step"
         ),
         Line(BATCH, "ok", "rows", f"{_range(low, high)} a step ({why})"),
         Line(
-            BATCH, "ok", "mini-batch", f"{mini} rows (ppo_mini_batch_size {actor.ppo_mini_batch_size} x {n})"
+            BATCH,
+            "ok",
+            "mini-batch",
+            f"about {mini} rows (ppo_mini_batch_size {actor.ppo_mini_batch_size} x {n}): each step divides its "
+            "rows evenly",
         ),
         Line(
             BATCH, "ok", "optimizer steps", f"{_range(*steps)} per training step (epochs: {actor.ppo_epochs})"
         ),
-        Line(BATCH, "ok", "padding", f"to multiples of {multiple} rows: at most {most} masked rows a step"),
     ]
-    if padded[0] > 2 * low:
-        text = (
-            f"if every episode ends after one turn, {padded[0] - low} of {padded[0]} rows are padding: lower "
-            "ppo_mini_batch_size (mini-batches count rows)"
-        )
-        found.append(Line(BATCH, "warn", "padding", text))
     return [*found, *_groups(config, n), *_micro(config, mini // math.gcd(mini, ranks))]
 
 

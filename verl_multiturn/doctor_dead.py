@@ -15,7 +15,7 @@ from verl_multiturn.configure import VERL_ALGORITHMS
 from verl_multiturn.doctor_report import Line
 
 PART = "keys without effect"
-BLOCKS = ("gigpo", "rloo", "reinforce", "turn_gae", "keywords")
+BLOCKS = ("gigpo", "rloo", "reinforce", "turn_gae", "bilevel_gae", "keywords")
 
 
 def lines(config: DictConfig, base: DictConfig) -> list[Line]:

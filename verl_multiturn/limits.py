@@ -13,6 +13,25 @@ VALUES: dict[str, tuple[type, float]] = {
     "multiturn.run": (str, 0),
     "multiturn.anchor": (str, 0),
     "multiturn.row": (str, 0),
+    "multiturn.format_penalty": (float, 0),
+    "multiturn.turn_rewards?": (bool, 0),
+    "multiturn.normalize.by?": (str, 0),
+    "multiturn.normalize.method": (str, 0),
+    "multiturn.filter.strategy?": (str, 0),
+    "multiturn.filter.score": (str, 0),
+    "multiturn.filter.value": (float, 0),
+    "multiturn.filter.mass": (str, 0),
+    "multiturn.filter.largest": (bool, 0),
+    "multiturn.filter.include_zero": (bool, 0),
+    "multiturn.filter.eps": (float, 0),
+    "multiturn.filter.returns": (str, 0),
+    "multiturn.filter.place": (str, 0),
+    "multiturn.filter.reweight": (bool, 0),
+    "multiturn.filter.scale": (str, 0),
+    "multiturn.filter.stop_after?": (int, 1),
+    "multiturn.information.every?": (int, 1),
+    "multiturn.information.samples": (int, 1),
+    "multiturn.information.rule": (str, 0),
     "multiturn.action.tag?": (str, 0),
     "multiturn.action.separator": (str, 0),
     "multiturn.action.max_actions": (int, 1),
@@ -40,7 +59,9 @@ VALUES: dict[str, tuple[type, float]] = {
     "multiturn.small_model.steps": (int, 1),
     "multiturn.small_model.seed?": (int, 0),
     "multiturn.small_model.prompt_weight": (float, 0),
+    "multiturn.small_model.mistakes": (float, 0),
     "multiturn.small_model.imitate": (str, 0),
+    "multiturn.small_model.mixed": (int, 1),
     "multiturn.small_model.episodes?": (int, 1),
     "multiturn.small_model.batch": (int, 1),
     "data.train_batch_size": (int, 1),
@@ -60,7 +81,10 @@ TEMPLATES = ("first", "turn", "next", "history_item", "admissible", "format")
 TASK_KEYS = ("first_seed", "size", "split")
 # What stands beside val/<name> of a panel in the metrics.
 OWN_METRICS = ("val", "success", "success_low", "success_high", "return", "turns", "episodes", "failed")
-BLOCKS = ("action", "prompt", "failures", "small_model", "gigpo", "reinforce", "turn_gae", "rloo")
+BLOCKS = (
+    *("action", "prompt", "failures", "small_model", "filter", "normalize", "collapse", "information"),
+    *("gigpo", "reinforce", "turn_gae", "rloo", "bilevel_gae"),
+)
 
 
 def check_values(config: DictConfig) -> None:

@@ -4,13 +4,14 @@ verl picks a reduction by the substrings max, min, sum, total and mean of a name
 """
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from verl_multiturn.algorithms.gigpo import GiGPOConfig
 from verl_multiturn.algorithms.metrics import diagnostics
+from verl_multiturn.collapse import group_metrics
 from verl_multiturn.run_files import by_panel
 from verl_multiturn.stats import wilson
 from verl_multiturn.turns import TurnBatch
@@ -23,6 +24,16 @@ def of_sessions(sessions: list[dict[str, Any]]) -> dict[str, float]:
     columns["episode_seconds"] = [s["seconds"] for s in sessions]
     means = {f"multiturn/{name}/mean": float(np.mean(column)) for name, column in columns.items()}
     return means | {"multiturn/trajectories/mean": float(len(sessions))}
+
+
+def of_groups(returns: Sequence[Sequence[float]], kept: Sequence[int] | None = None) -> dict[str, float]:
+    """How much the members of a group differ, in all groups and in those that are trained on.
+
+    Args:
+        returns: of the trajectories of each group of the step.
+        kept: indices of the groups that are trained on; None: all are.
+    """
+    return {f"multiturn/{name}/mean": value for name, value in group_metrics(returns, kept).items()}
 
 
 def of_turns(

@@ -105,7 +105,11 @@ def rescore(
     own = _own(run)
     frames, impossible, count = [], dict[str, str](), 0
     for step in run.steps(split) if steps is None else dict.fromkeys(steps):
-        trajectories = [one for one in run.trajectories(split, step) if one["turns"]]
+        # What the filter left out was not scored in training either.
+        played = run.trajectories(split, step)
+        trajectories = [
+            one for one in played if one["turns"] and (split != "train" or one.get("trained", True))
+        ]
         turns, count = to_turns(trajectories), count + len(trajectories)
         columns = {RECORDED: _recorded(trajectories)}
         columns |= _score(turns, chosen, impossible)

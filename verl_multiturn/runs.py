@@ -13,7 +13,8 @@ A trajectory is one JSON object:
     env, task, task_type, seed, dynamics_seed, instruction    what was played
     panel            name of the task's panel in the run: "train", "val", or one of multiturn.also (then
                      split is "val"); null where there is only one
-    return           sum of rewards; success: bool, the last info["success"]
+    trained          whether it was trained on; false in validation and where multiturn.filter left it out
+    return           sum of rewards; penalty: what training took off; success: bool, the last info["success"]
     terminated, truncated    how it ended; truncation: null, "turns", "tokens" or "environment"
     seconds          wall time of the whole trajectory
     turns            list, in order, of objects with
@@ -24,6 +25,7 @@ A trajectory is one JSON object:
         action_ids       the tokens the policy wrote (text: their text); log_probs: one for each
         actions, valid   the actions parsed from the text, and whether it parsed
         reward, anchor   r_t; hex digest of the state the turn started from, or null
+        penalty          what training took off the reward (multiturn.format_penalty)
         value, advantage V(s_t) and A_t, or null
         row, span        which training row it went to; [start, stop) of action_ids in its response
         generate_seconds, env_seconds
@@ -47,6 +49,7 @@ from omegaconf import OmegaConf
 
 from verl_multiturn import run_files
 from verl_multiturn.errors import RunStopped, unknown
+from verl_multiturn.rewards import trained_reward
 from verl_multiturn.run_files import SUFFIX, Record
 from verl_multiturn.turns import TurnBatch
 
@@ -228,7 +231,7 @@ def to_turns(trajectories: list[Record]) -> TurnBatch:
         group=[episode["group"] for episode, _ in pairs],
         trajectory=[episode["trajectory"] for episode, _ in pairs],
         index=[turn["index"] for _, turn in pairs],
-        reward=[turn["reward"] for _, turn in pairs],
+        reward=[trained_reward(turn) for _, turn in pairs],
         anchor=[turn["anchor"] for _, turn in pairs],
         value=[np.nan if turn["value"] is None else turn["value"] for _, turn in pairs],
         # As in training (Rows.turns): the limit that cut an episode is part of its task.

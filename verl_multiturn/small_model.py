@@ -7,6 +7,7 @@ then found in a cache under a hash of everything that went into it.
 
 import json
 import os
+import random
 import re
 import shutil
 import sys
@@ -25,6 +26,7 @@ from verl_multiturn.demonstrations import (
     repeated,
     small_folder,
 )
+from verl_multiturn.env import derive_seed
 
 CHAT_TEMPLATE = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' + '\n' }}"
@@ -133,12 +135,12 @@ def _train(plan: Plan, folder: Path) -> None:
     size = sum(parameter.numel() for parameter in model.parameters())
     _say(f"small model: {size:,} parameters, imitating {plan.env} for {plan.steps} steps")
     optimizer = torch.optim.AdamW(model.parameters(), lr=plan.lr, weight_decay=0.01, betas=(0.9, 0.98))
-    demos, encoder = repeated(plan), Encoder(tokens)
+    batches = _batches(plan, repeated(plan), Encoder(tokens))
     started = time.perf_counter()
     for step in range(plan.steps):
         for group in optimizer.param_groups:
             group["lr"] = plan.lr * min(1.0, (step + 1) / 30) * (1 - 0.95 * step / plan.steps)
-        ids, labels = _batch(plan, demos, encoder)
+        ids, labels = next(batches)
         logits = model(ids).logits[:, :-1].flatten(0, 1)
         loss = torch.nn.functional.cross_entropy(logits, labels[:, 1:].flatten(), ignore_index=-100)
         learnt = loss.item()
@@ -159,21 +161,34 @@ def _train(plan: Plan, folder: Path) -> None:
     (folder / "generation_config.json").write_text(json.dumps(generation))
 
 
-def _batch(plan: Plan, demos: Iterator[Demonstration], encoder: Encoder) -> Any:
+def _batches(plan: Plan, demos: Iterator[Demonstration], encoder: Encoder) -> Iterator[Any]:
     """Padded ids and labels. Turn rows: single turns. Trajectory rows: whole conversations."""
+    rng = random.Random(derive_seed("order of batches", plan.seed))
+    while True:
+        rows: list[tuple[list[int], list[bool], int]] = []  # with the number of turns
+        while sum(turns for *_, turns in rows) < plan.mixed * plan.batch:
+            episode = next(demos)
+            chosen, turns = (episode, 1) if plan.row == "turn" else (episode[-1:], len(episode))
+            rows += [(*encoder(messages, answer), turns) for messages, answer in chosen]
+        rows.sort(key=lambda row: len(row[0]))
+        batches, filled = [], plan.batch
+        for row in rows:
+            if filled >= plan.batch:
+                batches.append([])
+                filled = 0
+            batches[-1].append(row)
+            filled += row[2]
+        rng.shuffle(batches)
+        yield from (_padded(batch, plan.max_tokens, encoder.tokens.pad_token_id) for batch in batches)
+
+
+def _padded(rows: list[tuple[list[int], list[bool], int]], limit: int, pad: int) -> Any:
     import torch
 
-    rows: list[tuple[list[int], list[bool]]] = []
-    answers = 0
-    while answers < plan.batch:
-        episode = next(demos)
-        chosen = episode if plan.row == "turn" else episode[-1:]
-        rows += [encoder(messages, answer) for messages, answer in chosen]
-        answers += len(episode)
-    longest = min(plan.max_tokens, max(len(ids) for ids, _ in rows))
-    ids = torch.full((len(rows), longest), encoder.tokens.pad_token_id)
+    longest = min(limit, max(len(ids) for ids, *_ in rows))
+    ids = torch.full((len(rows), longest), pad)
     labels = torch.full((len(rows), longest), -100)
-    for k, (row, mask) in enumerate(rows):
+    for k, (row, mask, _) in enumerate(rows):
         tokens = torch.tensor(row[:longest])
         ids[k, : len(tokens)] = tokens
         labels[k, : len(tokens)] = torch.where(torch.tensor(mask[:longest]), tokens, -100)

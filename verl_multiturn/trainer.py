@@ -4,12 +4,13 @@
 unchanged. tests/test_verl_hooks.py guards every signature used here against the installed verl.
 """
 
+import math
 import time
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import transfer_queue as tq
-from tensordict import TensorDict
 from verl.trainer.ppo.v1.trainer_base import register_trainer
 from verl.trainer.ppo.v1.trainer_colocate_async import PPOTrainerColocateAsync
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
@@ -17,17 +18,20 @@ from verl.utils import tensordict_utils as tu
 
 from verl_multiturn import metrics as run_metrics
 from verl_multiturn.algorithms import advantages
+from verl_multiturn.collapse import detectors
 from verl_multiturn.compose import plain
-from verl_multiturn.configure import VERL_ALGORITHMS, keywords
+from verl_multiturn.configure import TOKEN_ALGORITHMS, VERL_ALGORITHMS, keywords
 from verl_multiturn.errors import RunStopped
+from verl_multiturn.filtering import group_filter
 from verl_multiturn.progress import Progress
 from verl_multiturn.rollout.loop import first_prompt
 from verl_multiturn.rollout.rows import Rows, to_records
-from verl_multiturn.runs import RunWriter
+from verl_multiturn.runs import Run, RunWriter
 from verl_multiturn.survivors import Survivors
+from verl_multiturn.trainer_starpo import StarPOSteps
 
 
-class MultiTurnMixin:
+class MultiTurnMixin(StarPOSteps):
     """What every mode shares. `mode` is verl's name of it."""
 
     mode: str
@@ -37,6 +41,10 @@ class MultiTurnMixin:
         config.trainer.v1.trainer_mode = self.mode
         super().__init__(config)  # type: ignore[call-arg]
         self.settings = config.multiturn
+        self.filter = group_filter(plain(self.settings.filter))
+        self._filtered_out: list[dict[str, Any]] = []  # records of this step's groups that are not trained on
+        self._kept_share, self._empty_steps = 1.0, 0
+        self.detectors = detectors(plain(self.settings.collapse))
         self._val_records: list[dict[str, Any]] = []
         self._fetched = 0
         self._submitted: Any = None  # the prompts rolled out last
@@ -63,16 +71,49 @@ class MultiTurnMixin:
                 f"{self.settings.run} is trained to step {self.global_steps} already: raise "
                 "trainer.total_training_steps, or name another folder in multiturn.run"
             )
+        self._size_mini_batches("actor", self.actor_rollout_wg, "update_actor")
+        if self.use_critic:
+            self._size_mini_batches("critic", self.critic_wg, "train_mini_batch")
         with RunWriter(self.settings.run, config, resume_step=self.global_steps or None) as self.writer:
+            for step, recorded in self._recorded_metrics():
+                for detector in self.detectors:
+                    detector.update(step, recorded)
             super().fit(agent_loop_manager)  # type: ignore[misc]
 
     def _compute_metrics(
         self, batch: Any, metrics: dict, timing_raw: dict, global_steps: int, epoch: int
     ) -> Any:
-        result = super()._compute_metrics(batch, metrics, timing_raw, global_steps, epoch)  # type: ignore[misc]
+        if batch.keys:
+            super()._compute_metrics(batch, metrics, timing_raw, global_steps, epoch)  # type: ignore[misc]
+        else:  # the filter kept nothing: verl would fail on an empty batch
+            metrics |= {"training/global_step": global_steps, "training/epoch": epoch}
+            metrics |= {f"timing_s/{name}": seconds for name, seconds in timing_raw.items()}
         self.writer.metrics(global_steps, metrics)
         self.progress.step(global_steps, metrics)
-        return result
+        for detector in self.detectors:
+            if reason := detector.update(global_steps, metrics):
+                raise RunStopped(f"{reason} {self._last_good(detector.since)}")
+            if lacking := detector.missing:
+                names = ", ".join(lacking)
+                self.progress.note(f"multiturn.collapse.{detector.name} has nothing to go by: no {names} came")
+
+    def _recorded_metrics(self) -> list[tuple[int, dict[str, float]]]:
+        """What a resumed run measured before its checkpoint."""
+        if not self.detectors or not self.global_steps:
+            return []
+        table = Run(self.settings.run).metrics
+        return [(int(step), row.dropna().to_dict()) for step, row in table.iterrows()]
+
+    def _last_good(self, since: int | None) -> str:
+        """The checkpoint from before a collapse, in words."""
+        folders = Path(self.config.trainer.default_local_dir).glob("global_step_*")
+        steps = sorted(int(folder.name.rpartition("_")[2]) for folder in folders)
+        good = [step for step in steps if since is None or step < since]
+        return (
+            f"The last checkpoint before it is of step {good[-1]}"
+            if good
+            else "No checkpoint is from before it"
+        )
 
     # ------------------------------------------------------------------ sampling
 
@@ -162,11 +203,41 @@ class MultiTurnMixin:
             # Rows arrive in the order of completion.
             order = [(uid, int(s), int(i)) for uid, s, i in (key.rsplit("_", 2) for key in batch.keys)]
             batch.reorder(sorted(range(len(order)), key=order.__getitem__))
-        rows = len(batch.keys)
+        self._filtered_out, self._kept_share = [], 1.0
+        if self.filter.shrinks:
+            batch = self._shrink(batch, metrics)
+        self._real_rows = len(batch.keys)
         batch = super()._balance_batch(batch, metrics, **kwargs)  # type: ignore[misc]
-        metrics["multiturn/rows/mean"] = rows
-        metrics["multiturn/padded_rows/mean"] = len(batch.keys) - rows
+        metrics["multiturn/rows/mean"] = self._real_rows
+        metrics["multiturn/padded_rows/mean"] = len(batch.keys) - self._real_rows
         return batch
+
+    def _get_required_batch_multiple(self, dp_size: int) -> int:
+        """Mini-batches follow the real rows: the number of them is verl's, rounded, their size what it takes.
+
+        verl fills the last one up instead: with turn rows, or after a filter, mostly with padding.
+        """
+        updated = {"actor": self.config.actor_rollout_ref.actor.ppo_mini_batch_size}
+        if self.config.trainer.critic_warmup > self.global_steps:
+            updated.clear()
+        if self.use_critic:
+            updated["critic"] = self.config.critic.ppo_mini_batch_size
+        n = self.config.actor_rollout_ref.rollout.n
+        self._mini_batches = {
+            role: max(1, round(self._real_rows / (size * n))) for role, size in updated.items()
+        }
+        return dp_size * math.lcm(*self._mini_batches.values())
+
+    def _size_mini_batches(self, role: str, workers: Any, method: str) -> None:
+        """Have an update of these workers take the mini-batches of `_get_required_batch_multiple`."""
+        update = getattr(workers, method)
+
+        def sized(batch: Any) -> Any:
+            size = len(batch.keys) // self._mini_batches[role]
+            batch.extra_info.update({"global_batch_size": size, "mini_batch_size": size})
+            return update(batch)
+
+        setattr(workers, method, sized)
 
     # ------------------------------------------------------------------ credit
 
@@ -174,13 +245,24 @@ class MultiTurnMixin:
         """Turn-level algorithms here, verl's own through `super()`; then record the step."""
         name = self.settings.algorithm
         rows = self._rows(batch)
-        metrics |= run_metrics.of_sessions(list(rows.sessions().values()))
+        members = list(rows.members().values())
+        if not self.filter.shrinks:
+            metrics |= run_metrics.of_sessions(list(rows.sessions().values()))
+            metrics |= run_metrics.of_groups(self.filter.compared(members))
+        every = self.settings.information.every
+        if every is not None and (self.global_steps == 1 or self.global_steps % every == 0):
+            self._measure_information(rows, metrics)
         if name in VERL_ALGORITHMS:
+            self._place_rewards(rows, batch)
             batch = super()._compute_advantage(batch, metrics)  # type: ignore[misc]
+        elif name in TOKEN_ALGORITHMS:
+            batch = self._token_advantages(rows, batch, metrics)
         else:
             batch = self._turn_advantages(name, rows, batch, metrics)
+        self._weigh(rows, self.filter.weights(members, self._kept_share), batch)
         started = time.perf_counter()
-        self.writer.trajectories("train", self.global_steps, self._record(rows, "train"))
+        records = [*self._record(rows, "train"), *self._filtered_out]
+        self.writer.trajectories("train", self.global_steps, records)
         metrics["multiturn/record_seconds/mean"] = time.perf_counter() - started
         return batch
 
@@ -197,13 +279,8 @@ class MultiTurnMixin:
                 record["value"] = value
         # A critic over turns learns A + V, the return its advantage was measured against.
         target = per_turn + turns.value if self.use_critic else per_turn
-        output = {
-            "advantages": rows.spread(per_turn, data["response_mask"]),
-            "returns": rows.spread(target, data["response_mask"]),
-        }
-        return tq.kv_batch_put(
-            keys=batch.keys, partition_id=batch.partition_id, fields=TensorDict(output, batch_size=len(batch))
-        )
+        advantages_, returns = (rows.spread(x, data["response_mask"]) for x in (per_turn, target))
+        return self._put(batch, advantages=advantages_, returns=returns)
 
     # ------------------------------------------------------------------ validation
 
@@ -227,11 +304,11 @@ class MultiTurnMixin:
         )
         return Rows.read(batch.keys, batch.tags, list(fetched["extra_fields"]))
 
-    def _record(self, rows: Rows, split: str) -> list[dict[str, Any]]:
+    def _record(self, rows: Rows, split: str, trained: bool = True) -> list[dict[str, Any]]:
         fields = ["prompts", "responses"]
         if self.config.actor_rollout_ref.rollout.calculate_log_probs:
             fields.append("rollout_log_probs")
-        if split == "train":
+        if split == "train" and trained:
             fields.append("advantages")
         data = tq.kv_batch_get(keys=rows.keys, partition_id=split, select_fields=fields)
 
@@ -239,7 +316,7 @@ class MultiTurnMixin:
             return [row.tolist() for row in data[name].unbind()] if name in data else None
 
         columns = (column(name) for name in ("prompts", "responses", "rollout_log_probs", "advantages"))
-        return to_records(rows, *columns, split, self.global_steps)
+        return to_records(rows, *columns, split, self.global_steps, trained)
 
 
 @register_trainer("multiturn_sync")

@@ -240,8 +240,9 @@ def environment_processes(since: float) -> list[int]:
     """The environments' own processes: children of a zygote that began after this moment."""
     zygotes, parents = set(), {}
     for process in psutil.process_iter(["pid", "ppid", "create_time", "cmdline"]):
-        if process.info["create_time"] >= since and "rollout.zygote" in " ".join(process.info["cmdline"] or ()):
+        if process.info["create_time"] >= since and "rollout.zygote" in " ".join(
+            process.info["cmdline"] or ()
+        ):
             zygotes.add(process.info["pid"])
             parents[process.info["pid"]] = process.info["ppid"]
     return [pid for pid, parent in parents.items() if parent in zygotes]
-

@@ -68,7 +68,7 @@ def test_the_mask_marks_what_was_sampled(play, row):
     assert [turn.valid for turn in trajectory.turns] == [True] * 4
     assert played.outputs[-1].num_turns == 4 and played.outputs[-1].reward_score == 4
     assert played.outputs[0].extra_fields["reward_extra_info"] == {
-        "success": 1, "turns": 4, "valid": 1, "truncated": 0,
+        "success": 1, "return": 4, "turns": 4, "valid": 1, "truncated": 0,
     }  # fmt: skip
 
 

@@ -32,14 +32,14 @@ ZERO = 1e-10  # a score this close to 0 is 0; RAGEN's
 ROUNDING = 1e-9  # slack of comparisons: 0.29 · 100 is 29 groups, 0.3 is within a tenth of 3
 
 
-def _variance(R: Floats) -> float:
+def variance(R: Floats) -> float:
     """Sample variance (ddof 1); 0 for one return, exactly 0 for equal ones."""
     return float(np.var(R, ddof=1)) if len(R) > 1 and R.min() < R.max() else 0.0
 
 
-_SCORES: dict[str, Callable[[Floats], float]] = {
-    "std": lambda R: _variance(R) ** 0.5,
-    "variance": _variance,
+SCORES: dict[str, Callable[[Floats], float]] = {
+    "std": lambda R: variance(R) ** 0.5,
+    "variance": variance,
     "mean": lambda R: float(R.mean()),
     "sum": lambda R: float(R.sum()),
 }
@@ -148,7 +148,7 @@ def bilevel_gae(
 
 def _check_keywords(score: str, strategy: str, value: float, mass: str, eps: float) -> None:
     for kind, name, valid in (
-        ("score", score, list(_SCORES)),
+        ("score", score, list(SCORES)),
         ("strategy", strategy, list(_LIMITS)),
         ("mass", mass, ["linear", "softmax"]),
     ):
@@ -180,7 +180,7 @@ def _scores(returns: Sequence[Column], score: str, given: Column | None) -> Floa
         if not len(R) or not np.isfinite(R).all():
             raise ValueError(f"returns must be finite, at least one a group: group {g} has {R.tolist()}.")
     # sorted: the order of the members leaves no trace, so equal groups tie
-    return np.array([_SCORES[score](np.sort(R)) for R in groups], np.float64)
+    return np.array([SCORES[score](np.sort(R)) for R in groups], np.float64)
 
 
 def _near_the_best(U: Floats, value: float, largest: bool) -> Ints:

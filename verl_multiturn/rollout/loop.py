@@ -126,7 +126,9 @@ class MultiTurnLoop(AgentLoopBase):  # type: ignore[misc]
             self._record_failure(kwargs, episode, error)
             raise
         keep_text = self.settings["gigpo"]["similarity"] is not None
-        return to_outputs(trajectory, self.settings["row"], self.tokenizer.eos_token_id, keep_text)
+        # Validation measures the task: no penalty there.
+        penalty = self.settings["format_penalty"] if kwargs["split"] == "train" else 0.0
+        return to_outputs(trajectory, self.settings["row"], self.tokenizer.eos_token_id, keep_text, penalty)
 
     def _task(self, kwargs: dict[str, Any]) -> Task:
         task, sample, step = kwargs["task"], int(kwargs["session_id"]), int(kwargs["global_steps"])

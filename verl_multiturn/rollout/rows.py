@@ -14,26 +14,30 @@ import numpy as np
 import torch
 from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopOutput
 
+from verl_multiturn.filtering import Member
+from verl_multiturn.rewards import Normalize, per_turn, trained_reward
 from verl_multiturn.turns import Trajectory, TurnBatch
 
 SIMILARITY = "anchor_text"
 
 
 def to_outputs(
-    trajectory: Trajectory, layout: str, pad_id: int = 0, keep_text: bool = False
+    trajectory: Trajectory, layout: str, pad_id: int = 0, keep_text: bool = False, penalty: float = 0.0
 ) -> list[AgentLoopOutput]:
     """Make the rows of a trajectory.
 
-    Every row carries the raw episode return (verl copies the last row's score onto all of them), the
-    records of its turns, and the weight versions it was sampled with.
+    Every row carries the episode's return less penalties as its score (verl copies the last row's score
+    onto all of them), the records of its turns, and the weight versions it was sampled with.
 
     Args:
         trajectory: what `Episode.play` returned.
         layout: "turn" (a row per turn) or "trajectory" (one row).
         pad_id: the one untrained token of a row whose utterance is empty, since verl needs one.
         keep_text: also carry the observations as anchor text, for similarity grouping.
+        penalty: what an invalid turn costs in training.
     """
     details = trajectory.info["details"]
+    lost = penalty * sum(not turn.valid for turn in trajectory.turns)
     versions = [
         version
         for detail in details
@@ -47,6 +51,7 @@ def to_outputs(
         "trajectory": {
             **{name: value for name, value in trajectory.info.items() if name != "details"},
             "return": trajectory.episode_return,
+            "penalty": lost,
             "success": trajectory.success,
             "terminated": trajectory.terminated,
             "truncated": trajectory.truncated,
@@ -55,7 +60,7 @@ def to_outputs(
     rows = [[t] for t in range(len(details))] if layout == "turn" else [list(range(len(details)))]
     outputs = []
     for row in rows:
-        prompt_ids, response_ids, mask, log_probs, records = _lay_out(trajectory, row, keep_text)
+        prompt_ids, response_ids, mask, log_probs, records = _lay_out(trajectory, row, keep_text, penalty)
         if not response_ids:
             response_ids, mask, log_probs = [pad_id], [0], None if log_probs is None else [0.0]
         seconds = AgentLoopMetrics(
@@ -68,7 +73,7 @@ def to_outputs(
                 response_ids=response_ids,
                 response_mask=mask,
                 response_logprobs=log_probs,
-                reward_score=trajectory.episode_return,
+                reward_score=trajectory.episode_return - lost,
                 num_turns=len(details),
                 metrics=seconds,
                 extra_fields={**shared, "turns": records},
@@ -81,6 +86,7 @@ def scores(trajectory: Trajectory) -> dict[str, float]:
     """What verl reports of a validation episode under `val-aux`."""
     return {
         "success": float(bool(trajectory.success)),
+        "return": trajectory.episode_return,
         "turns": float(len(trajectory.turns)),
         "valid": float(np.mean([turn.valid for turn in trajectory.turns])),
         "truncated": float(trajectory.truncated),
@@ -88,7 +94,7 @@ def scores(trajectory: Trajectory) -> dict[str, float]:
 
 
 def _lay_out(
-    trajectory: Trajectory, row: list[int], keep_text: bool
+    trajectory: Trajectory, row: list[int], keep_text: bool, penalty: float
 ) -> tuple[list[int], list[int], list[int], list[float] | None, list[dict[str, Any]]]:
     """Tokens, mask and turn records of one row; the mask is 1 exactly on the sampled ids."""
     prompt_ids = trajectory.turns[row[0]].prompt_ids
@@ -112,6 +118,7 @@ def _lay_out(
             "glue": len(glue),
             "anchor": turn.anchor,
             "reward": turn.reward,
+            "penalty": 0.0 if turn.valid else penalty,
             "value": turn.value,
             "valid": turn.valid,
             "text": turn.action_text,
@@ -154,7 +161,8 @@ class Rows:
             uid, sample, _ = self.keys[row].rsplit("_", 2)
             columns["group"].append(uid)
             columns["trajectory"].append(int(sample))
-            for name in ("index", "reward", "anchor", "valid"):
+            columns["reward"].append(trained_reward(record))
+            for name in ("index", "anchor", "valid"):
                 columns[name].append(record[name])
             start, stop = record["span"]
             columns["tokens"].append(stop - start)
@@ -200,6 +208,60 @@ class Rows:
             rows[row][start:stop] = number
         return torch.nested.as_nested_tensor(rows, layout=torch.jagged)
 
+    def at_ends(self, per_turn: np.ndarray, mask: torch.Tensor) -> torch.Tensor:
+        """Give the last token of each utterance its turn's number, as verl places scores; 0 elsewhere.
+
+        Args:
+            per_turn: (N,) one number per turn, in the order of `places`.
+            mask: nested (B, response) response mask of the whole batch.
+        """
+        rows = [torch.zeros(int(length)) for length in mask.offsets().diff()]
+        for number, (row, record, _) in zip(per_turn.tolist(), self.places, strict=True):
+            rows[row][max(0, record["span"][1] - 1)] += number
+        return torch.nested.as_nested_tensor(rows, layout=torch.jagged)
+
+    def rewards(self, normalize: Normalize, at_turns: bool) -> np.ndarray:
+        """(N,) the rewards that token-level estimators see; see `verl_multiturn.rewards.per_turn`."""
+        names, keys = [], {}
+        for row, _, trajectory in self.places:
+            group, session = self.keys[row].rsplit("_", 2)[0], self.keys[row].rsplit("_", 1)[0]
+            names.append(session)
+            keys[session] = {"group": group, "type": trajectory["task_type"], "batch": 0}.get(
+                normalize.by or "batch"
+            )
+        records = [record for _, record, _ in self.places]
+        return per_turn(
+            names,
+            [one["index"] for one in records],
+            [trained_reward(one) for one in records],
+            keys,
+            normalize,
+            at_turns,
+        )
+
+    def members(self, log_probs: Sequence[Sequence[float]] | None = None) -> dict[str, list[Member]]:
+        """The trajectories of each group, by uid, in the order of their rows.
+
+        Args:
+            log_probs: of the sampled tokens, per row of the batch; None: `surprise` is 0.
+        """
+        spoken: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])  # tokens, −Σ log p
+        for row, record, _ in self.places:
+            start, stop = record["span"]
+            counts = spoken[self.keys[row].rsplit("_", 1)[0]]
+            counts[0] += stop - start
+            if log_probs is not None:
+                counts[1] -= sum(log_probs[row][start:stop])
+        groups: dict[str, list[Member]] = defaultdict(list)
+        for session, trajectory in self.sessions().items():
+            tokens, surprise = spoken[session]
+            task = float(trajectory["return"])
+            member = Member(
+                task, task - trajectory.get("penalty", 0.0), surprise / max(1.0, tokens), int(tokens)
+            )
+            groups[session.rsplit("_", 1)[0]].append(member)
+        return dict(groups)
+
     def sessions(self) -> dict[str, dict[str, Any]]:
         """One trajectory record per session, by `uid_session`."""
         return {
@@ -216,6 +278,7 @@ def to_records(
     advantages: Sequence[Sequence[float]] | None,
     split: str,
     step: int,
+    trained: bool = True,
 ) -> list[dict[str, Any]]:
     """Recorded trajectories (schema in `verl_multiturn.runs`), from the fetched columns of a batch."""
     trajectories: dict[str, dict[str, Any]] = {}
@@ -229,6 +292,7 @@ def to_records(
                 "group": uid,
                 "trajectory": int(sample),
                 **trajectory,
+                "trained": trained and split == "train",
                 "turns": [],
             },
         )
