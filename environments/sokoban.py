@@ -3,14 +3,14 @@
 Description:
     Rooms are drawn by reverse play: from the solved room every position is worked out that pulling
     can reach in `max_solution` moves, and one that needs at least `min_solution` is drawn. So each
-    room is solvable, and its shortest solution is known exactly. Rewards and symbols are those of
-    gym-sokoban and RAGEN (arXiv 2504.20073).
+    room is solvable, and its shortest solution is known exactly. Drawing is tried `TRIES` times, from
+    the task's seed alone. Rewards and symbols are those of gym-sokoban and RAGEN (arXiv 2504.20073).
 Actions:
     up, down, left, right (any case). A move against a wall or a stuck box stays in place.
 Observation:
-    The room, a row a line, each cell after a space: # wall, _ floor, O target, X box, √ box on
-    target, P player, S player on target. With `coordinates`, a last line "P r c X r c ... O r c
-    ..." (row, column, from 0).
+    With `grid`, the room, a row a line, each cell after a space: # wall, _ floor, O target, X box,
+    √ box on target, P player, S player on target. With `coordinates`, a last line "P r c X r c ...
+    O r c ..." (row, column, from 0); without `grid` it goes on with the walls inside, "# r c ...".
 Start:
     No box on a target.
 Rewards:
@@ -30,6 +30,14 @@ Arguments:
     max_turns: turns in an episode.
     min_solution, max_solution: bounds on the shortest solution, in moves.
     coordinates: whether to add the last line.
+    grid: whether to show the room.
+    symbols: of wall, floor, target, box on target, box, player, player on target, in this order.
+
+Variants of RAGEN, with `max_turns=10, min_solution=1` (10 actions an episode; a step is one action):
+    SimpleSokoban: `coordinates=False`. CoordSokoban: `grid=False`, or both. LargerSokoban: `size=8,
+    boxes=2, coordinates=False`. SokobanDifferentGridVocab: `symbols="W.GCBA@", coordinates=False`.
+    Its rooms are easier: uniform random play solves 18 % of its 6 x 6 rooms (mean shortest solution
+    4.0 moves) and 10 % of these (4.7; 15 % with `max_solution=5`).
 """
 
 from collections import deque
@@ -49,11 +57,7 @@ State = tuple[Cell, frozenset[Cell]]  # player, boxes
 class Sokoban(Env):
     """See the module's docstring."""
 
-    instruction = (
-        "Push every box onto a target. Symbols: # wall, _ floor, O target, X box, √ box on target, P player, "
-        "S player on target. You push a box by walking into it; you cannot pull, nor push two boxes. "
-        "Rows and columns count from 0 at the top left. Actions: up, down, left, right."
-    )
+    _drawn: tuple[set[Cell], list[str], str] | None = None
 
     def __init__(
         self,
@@ -63,6 +67,8 @@ class Sokoban(Env):
         min_solution: int = 2,
         max_solution: int = 10,
         coordinates: bool = True,
+        grid: bool = True,
+        symbols: str = "#_O√XPS",
     ) -> None:
         if size < 5 or not 1 <= boxes <= (size - 2) ** 2 // 4:
             raise ValueError(f"needs size >= 5 and 1 to (size - 2)^2 / 4 boxes, not {size}, {boxes}")
@@ -71,8 +77,33 @@ class Sokoban(Env):
                 f"needs 1 <= min_solution <= max_solution <= max_turns, not "
                 f"{min_solution}, {max_solution}, {max_turns}"
             )
+        if not (grid or coordinates):
+            raise ValueError("needs grid or coordinates: without both, nothing is shown")
+        if len(symbols) != 7 or len(set(symbols)) != 7 or any(s.isspace() or s.isdigit() for s in symbols):
+            raise ValueError(f"needs 7 different symbols, none a space or a digit, not {symbols!r}")
         self.size, self.count, self.max_turns = size, boxes, max_turns
-        self.min_solution, self.max_solution, self.coordinates = min_solution, max_solution, coordinates
+        self.min_solution, self.max_solution = min_solution, max_solution
+        self.grid, self.coordinates, self.symbols = grid, coordinates, tuple(symbols)
+        self.instruction = self._instruction()
+
+    def _instruction(self) -> str:
+        """What the arguments allow to be seen and done, and nothing else."""
+        wall, floor, target, placed, box, player, standing = self.symbols
+        if self.grid:
+            legend = (
+                f"{wall} wall, {floor} floor, {target} target, {box} box, {placed} box on target, "
+                f"{player} player, {standing} player on target."
+            )
+        else:
+            legend = (
+                f"{player} player, {box} box, {target} target, {wall} wall, each followed by its row and "
+                f"column; the border of the {self.size} x {self.size} room is wall, too."
+            )
+        count = "Rows and columns count from 0 at the top left. " if self.coordinates else ""
+        return (
+            f"Push every box onto a target. Symbols: {legend} You push a box by walking into it; you cannot "
+            f"pull, nor push two boxes. {count}Actions: {', '.join(MOVES)}."
+        )
 
     def _reset(self, seed: Seed) -> tuple[str, Info]:
         for _ in range(TRIES):
@@ -80,15 +111,17 @@ class Sokoban(Env):
             if len(self.floor) < 2 * self.count + 1:
                 continue
             self.targets = frozenset(self.rng.sample(sorted(self.floor), self.count))
+            lengths = self._lengths()
             starts = [
-                (player, boxes)
-                for (player, boxes), length in self._lengths().items()
-                if length >= self.min_solution and not boxes & self.targets
+                state
+                for state, length in lengths.items()
+                if length >= self.min_solution and not state[1] & self.targets
             ]
             if starts:
-                self.player, self.boxes = self.rng.choice(starts)
+                start = self.rng.choice(starts)
+                self.player, self.boxes = start
                 self.plan: dict[State, str] = {}
-                length = self._solve()
+                length = lengths[start]
                 task_type = "short" if length <= 4 else "middle" if length <= 7 else "long"
                 return self._text(), {"task_type": task_type, "solution": length}
         raise RuntimeError(
@@ -149,32 +182,51 @@ class Sokoban(Env):
         return ahead, boxes - {ahead} | {beyond}
 
     def _step(self, action: str) -> tuple[str, float, bool, Info]:
-        move = self._match(action)
+        move = action if action in MOVES else self._match(action)
         if move is None:
             return self._observation, -0.1, False, {"valid": False}
-        placed = len(self.boxes & self.targets)
-        self.player, self.boxes = self._after((self.player, self.boxes), move)
-        solved = self.boxes == self.targets
-        reward = -0.1 + len(self.boxes & self.targets) - placed + (10.0 if solved else 0.0)
+        before = (self.player, self.boxes)
+        after = self._after(before, move)
+        if after is before:
+            return self._observation, -0.1, False, {}
+        self.player, self.boxes = after
+        reward, solved = -0.1, False
+        if self.boxes is not before[1]:
+            solved = self.boxes == self.targets
+            gained = len(self.boxes & self.targets) - len(before[1] & self.targets)
+            reward += gained + (10.0 if solved else 0.0)
         return self._text(), reward, solved, {"success": solved}
 
-    def _symbol(self, cell: Cell) -> str:
-        target = cell in self.targets
-        if cell == self.player:
-            return "S" if target else "P"
-        if cell in self.boxes:
-            return "√" if target else "X"
-        return "O" if target else "_" if cell in self.floor else "#"
-
     def _text(self) -> str:
-        side = range(self.size)
-        rows = ["".join(f" {self._symbol((row, column))}" for column in side) for row in side]
+        # Most of a room never changes, and drawing it would be most of the time of a step.
+        if self._drawn is None or self._drawn[0] is not self.floor:
+            self._drawn = (self.floor, *self._draw())
+        rows, still = self._drawn[1].copy(), self._drawn[2]
+        _, _, _, placed, box, player, standing = self.symbols
+        boxes = sorted(self.boxes)
+        if self.grid:
+            marks = [(cell, placed if cell in self.targets else box) for cell in boxes]
+            marks.append((self.player, standing if self.player in self.targets else player))
+            for (row, column), mark in marks:
+                line, at = rows[row], 2 * column + 1
+                rows[row] = f"{line[:at]}{mark}{line[at + 1 :]}"
         if self.coordinates:
-            named = [("P", self.player)]
-            named += [("X", box) for box in sorted(self.boxes)]
-            named += [("O", target) for target in sorted(self.targets)]
-            rows.append(" ".join(f"{symbol} {row} {column}" for symbol, (row, column) in named))
+            moving = "".join([f"{box} {row} {column} " for row, column in boxes])
+            rows.append(f"{player} {self.player[0]} {self.player[1]} {moving}{still}")
         return "\n".join(rows)
+
+    def _draw(self) -> tuple[list[str], str]:
+        """What never changes: rows of the room without player and boxes; the end of the last line."""
+        wall, floor, target, *_ = self.symbols
+        side, rows = range(self.size), []
+        named = [(target, cell) for cell in sorted(self.targets)]
+        if self.grid:
+            look = dict.fromkeys(self.floor, floor) | dict.fromkeys(self.targets, target)
+            rows = ["".join(f" {look.get((row, column), wall)}" for column in side) for row in side]
+        else:
+            inside = [(row, column) for row in side[1:-1] for column in side[1:-1]]
+            named += [(wall, cell) for cell in inside if cell not in self.floor]
+        return rows, " ".join(f"{symbol} {row} {column}" for symbol, (row, column) in named)
 
     def admissible(self) -> list[str]:
         """The four moves."""
@@ -187,24 +239,21 @@ class Sokoban(Env):
             self._solve()
         return self.plan[state]
 
-    def _solve(self) -> int:
-        """Write a shortest solution from here into `plan`; return its length (0: none found)."""
+    def _solve(self) -> None:
+        """Write a shortest solution from here into `plan`."""
         start = (self.player, self.boxes)
         came: dict[State, tuple[State, str] | None] = {start: None}
         queue = deque([start])
         while queue and len(came) < MOST_STATES:
             state = queue.popleft()
             if state[1] == self.targets:
-                length = 0
                 while (link := came[state]) is not None:
                     state, action = link
                     self.plan[state] = action
-                    length += 1
-                return length
+                return
             for action in MOVES:
                 after = self._after(state, action)
                 if after not in came:
                     came[after] = (state, action)
                     queue.append(after)
         self.plan[start] = "up"
-        return 0

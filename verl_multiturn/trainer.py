@@ -204,6 +204,9 @@ class MultiTurnMixin(StarPOSteps):
             order = [(uid, int(s), int(i)) for uid, s, i in (key.rsplit("_", 2) for key in batch.keys)]
             batch.reorder(sorted(range(len(order)), key=order.__getitem__))
         self._filtered_out, self._kept_share = [], 1.0
+        every = self.settings.information.every
+        if every is not None and (self.global_steps == 1 or self.global_steps % every == 0):
+            self._measure_information(self._rows(batch), metrics)
         if self.filter.shrinks:
             batch = self._shrink(batch, metrics)
         self._real_rows = len(batch.keys)
@@ -249,9 +252,6 @@ class MultiTurnMixin(StarPOSteps):
         if not self.filter.shrinks:
             metrics |= run_metrics.of_sessions(list(rows.sessions().values()))
             metrics |= run_metrics.of_groups(self.filter.compared(members))
-        every = self.settings.information.every
-        if every is not None and (self.global_steps == 1 or self.global_steps % every == 0):
-            self._measure_information(rows, metrics)
         if name in VERL_ALGORITHMS:
             self._place_rewards(rows, batch)
             batch = super()._compute_advantage(batch, metrics)  # type: ignore[misc]

@@ -114,7 +114,7 @@ class StarPOSteps:
         )
         if probe is None:
             return
-        keys = probe.keys(max(self.actor_rollout_wg._dispatch_info["actor"]) + 1)
+        keys = probe.keys(max(self.actor_rollout_wg._query_dispatch_info("actor")) + 1)
         batch = tq.kv_batch_put(
             keys=keys,
             partition_id=PARTITION,

@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from verl_multiturn.algorithms import advantages
+from verl_multiturn.algorithms.starpo import keep_groups
 from verl_multiturn.runs import Run, to_turns
 
 pytestmark = pytest.mark.e2e
@@ -154,6 +155,39 @@ def test_grpo_with_trajectory_rows(folder):
     turns = to_turns(trajectories)
     seen = [turn["advantage"] for t in trajectories for turn in t["turns"]]
     assert seen == pytest.approx(advantages("grpo", turns), abs=1e-4)
+
+
+def test_starpo_s_with_trajectory_rows(folder):
+    """A quarter of the groups is trained on, and only those rows cost a forward pass; the rest is recorded."""
+    run = folder / "starpo_s"
+    output = train(
+        "starpo_s_frozenlake",
+        run,
+        "multiturn.seeded=true",
+        "multiturn.information={every: 2, samples: 8}",
+        "multiturn.collapse.no_success={warmup: 0}",
+        "critic.ppo_mini_batch_size=4",
+        "trainer.total_training_steps=2",
+        "trainer.test_freq=-1",
+        "trainer.save_freq=-1",
+        "trainer.val_before_train=false",
+    )
+    assert steps(output) == [1, 2]
+    recorded = Run(run)
+    metrics = recorded.metrics
+    assert (metrics["multiturn/rows/mean"] == 8).all() and (metrics["multiturn/padded_rows/mean"] == 0).all()
+    assert (metrics["multiturn/kept_share/mean"] == 0.25).all() and metrics["critic/vf_loss"].gt(0).all()
+    assert metrics.loc[2, "multiturn/mi_per_token/mean"] <= metrics.loc[2, "multiturn/mi_bound/mean"]
+    for step in (1, 2):
+        played = recorded.trajectories("train", step)
+        groups = {t["group"]: [] for t in played}
+        for t in played:
+            groups[t["group"]].append(t["return"])
+        (kept,) = {t["group"] for t in played if t["trained"]}
+        best = keep_groups(list(groups.values()), strategy="top_k", value=0.25, include_zero=True)
+        assert kept == list(groups)[best[0]]
+        credit = {t["trained"]: [turn["advantage"] for turn in t["turns"]] for t in played}
+        assert None not in credit[True] and set(credit[False]) == {None}
 
 
 def test_own_environment_with_a_critic(folder):
