@@ -47,8 +47,8 @@ def batch(config: DictConfig) -> list[Line]:
             BATCH,
             "ok",
             "mini-batch",
-            f"about {mini} rows (ppo_mini_batch_size {actor.ppo_mini_batch_size} x {n}): each step divides its "
-            "rows evenly",
+            f"about {mini} rows (ppo_mini_batch_size {actor.ppo_mini_batch_size} x {n}): a step divides "
+            "its rows evenly",
         ),
         Line(
             BATCH, "ok", "optimizer steps", f"{_range(*steps)} per training step (epochs: {actor.ppo_epochs})"

@@ -69,6 +69,9 @@ def _rules(config: DictConfig) -> Iterator[tuple[str, str]]:
     yield from _modes(config)
     yield from _prompt(plain(settings.prompt), settings)
     yield from _gigpo(settings)
+    if settings.filter.strategy is None:
+        used = "score|returns|reweight" if settings.filter.reweight else "reweight"
+        yield rf"multiturn\.filter\.(?!({used})$).+", "multiturn.filter.strategy is null: all groups are kept"
 
 
 def _roles(config: DictConfig) -> Iterator[tuple[str, str]]:

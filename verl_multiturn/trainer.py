@@ -94,8 +94,8 @@ class MultiTurnMixin(StarPOSteps):
             if reason := detector.update(global_steps, metrics):
                 raise RunStopped(f"{reason} {self._last_good(detector.since)}")
             if lacking := detector.missing:
-                names = ", ".join(lacking)
-                self.progress.note(f"multiturn.collapse.{detector.name} has nothing to go by: no {names} came")
+                rule, names = f"multiturn.collapse.{detector.name}", ", ".join(lacking)
+                self.progress.note(f"{rule} has nothing to go by: no {names} came")
 
     def _recorded_metrics(self) -> list[tuple[int, dict[str, float]]]:
         """What a resumed run measured before its checkpoint."""

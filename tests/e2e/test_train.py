@@ -158,7 +158,7 @@ def test_grpo_with_trajectory_rows(folder):
 
 
 def test_starpo_s_with_trajectory_rows(folder):
-    """A quarter of the groups is trained on, and only those rows cost a forward pass; the rest is recorded."""
+    """A quarter of the groups is trained on, only their rows cost a forward pass; the rest is recorded."""
     run = folder / "starpo_s"
     output = train(
         "starpo_s_frozenlake",
