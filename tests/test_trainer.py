@@ -807,7 +807,9 @@ def test_fit_records_the_run_whatever_ends_it(trainer, monkeypatch):
 def test_each_step_is_a_line_of_metrics(trainer, monkeypatch):
     trainer.writer = Writer()
     monkeypatch.setattr(
-        PPOTrainer, "_compute_metrics", lambda self, batch, metrics, *_: metrics.update(of_verl=2.0)
+        PPOTrainer,
+        "_compute_metrics",
+        lambda self, batch, metrics, *_: metrics.update(of_verl=2.0, table={0.0: 8}),
     )
     trainer._compute_metrics(SimpleNamespace(keys=["k"]), {"a": 1.0}, {}, global_steps=5, epoch=0)
     assert trainer.writer.written == [("metrics", 5, {"a": 1.0, "of_verl": 2.0})]

@@ -88,10 +88,12 @@ class MultiTurnMixin(StarPOSteps):
         else:  # the filter kept nothing: verl would fail on an empty batch
             metrics |= {"training/global_step": global_steps, "training/epoch": epoch}
             metrics |= {f"timing_s/{name}": seconds for name, seconds in timing_raw.items()}
-        self.writer.metrics(global_steps, metrics)
-        self.progress.step(global_steps, metrics)
+        # verl counts refilled groups by their reward in a dict, for a table of its own.
+        numbers = {name: value for name, value in metrics.items() if not isinstance(value, dict)}
+        self.writer.metrics(global_steps, numbers)
+        self.progress.step(global_steps, numbers)
         for detector in self.detectors:
-            if reason := detector.update(global_steps, metrics):
+            if reason := detector.update(global_steps, numbers):
                 raise RunStopped(f"{reason} {self._last_good(detector.since)}")
             if lacking := detector.missing:
                 rule, names = f"multiturn.collapse.{detector.name}", ", ".join(lacking)
