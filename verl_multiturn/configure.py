@@ -13,14 +13,17 @@ from verl_multiturn.algorithms import find, list_algorithms
 from verl_multiturn.algorithms.information import RULES
 from verl_multiturn.collapse import detectors
 from verl_multiturn.compose import plain
+from verl_multiturn.env import Env
 from verl_multiturn.errors import unknown
 from verl_multiturn.filtering import group_filter
 from verl_multiturn.limits import check_values
+from verl_multiturn.load import load_class
 from verl_multiturn.panel import ALSO
 from verl_multiturn.rewards import Normalize
 from verl_multiturn.rollout.episode import check_anchor
 from verl_multiturn.rollout.parsing import ActionFormat
 from verl_multiturn.rollout.prompts import prompt_policy
+from verl_multiturn.rollout.vine import Vine
 
 VERL_ALGORITHMS = {"grpo": "grpo", "ppo": "gae", "verl": None}  # name -> verl's adv_estimator
 TOKEN_ALGORITHMS = ("bilevel_gae",)  # ours, with one advantage per token
@@ -101,6 +104,8 @@ def _check_choices(config: DictConfig) -> None:
     elif settings.algorithm not in VERL_ALGORITHMS:
         find(settings.algorithm).configure(keywords(settings))
     _check_rewards(settings)
+    if settings.algorithm == "vineppo":
+        _check_vine(config)
     if not 0 < settings.failures.min_share <= 1:
         raise ValueError(f"multiturn.failures.min_share={settings.failures.min_share} must be in (0, 1]")
     if config.trainer.v1.trainer_mode == "separate_async":
@@ -119,6 +124,23 @@ def _check_bilevel(settings: DictConfig) -> None:
             raise ValueError(f"multiturn.bilevel_gae.whiten={value!r} must be true or false")
         if kind is float and not (isinstance(value, int | float) and 0 <= value <= 1):
             raise ValueError(f"multiturn.bilevel_gae.{name}={value!r} must be a number in [0, 1]")
+
+
+def _check_vine(config: DictConfig) -> None:
+    """Where the values of vineppo are to come from."""
+    settings, mode = config.multiturn, config.trainer.v1.trainer_mode
+    vine = Vine.of(plain(settings), config.actor_rollout_ref.rollout.n)
+    if mode == "colocate_async":
+        raise ValueError(
+            "trainer.v1.trainer_mode=colocate_async changes the weights under running episodes, and vineppo "
+            "needs values of the policy that it trains: use sync"
+        )
+    snapshots = getattr(load_class(settings.env, Env), "snapshots", Env.snapshots)
+    if vine.rollouts and snapshots == "none":
+        raise ValueError(
+            f'{settings.env} declares snapshots = "none", and vineppo plays on from snapshots: use another '
+            "algorithm, or multiturn.vine.rollouts=0"
+        )
 
 
 def _check_rewards(settings: DictConfig) -> None:
@@ -164,8 +186,7 @@ def keywords(settings: DictConfig) -> dict[str, Any]:
 
 def list_trainable() -> tuple[str, ...]:
     """Values of `multiturn.algorithm`."""
-    # vineppo scores recorded values; training with it needs rollouts that estimate them.
-    return (*sorted(set(list_algorithms()) - {"vineppo"}), *TOKEN_ALGORITHMS, "ppo", "verl")
+    return (*sorted(list_algorithms()), *TOKEN_ALGORITHMS, "ppo", "verl")
 
 
 def _derive_algorithm(config: DictConfig) -> None:
@@ -189,7 +210,8 @@ def _derive_algorithm(config: DictConfig) -> None:
             f"multiturn.algorithm={name} with multiturn.row=turn would score every turn as an episode of its "
             "own: use multiturn.row=trajectory, or one of grpo, rloo, reinforce, turn_gae, gigpo"
         )
-    own = name not in (*VERL_ALGORITHMS, *TOKEN_ALGORITHMS) and "value" in find(name).needs
+    # The values of vineppo come from rollouts.
+    own = name not in (*VERL_ALGORITHMS, *TOKEN_ALGORITHMS, "vineppo") and "value" in find(name).needs
     critic = own or name in TOKEN_ALGORITHMS or config.algorithm.adv_estimator == "gae"
     if config.critic.enable not in (None, critic):
         raise ValueError(

@@ -15,7 +15,7 @@ from verl_multiturn.configure import VERL_ALGORITHMS
 from verl_multiturn.doctor_report import Line
 
 PART = "keys without effect"
-BLOCKS = ("gigpo", "rloo", "reinforce", "turn_gae", "bilevel_gae", "keywords")
+BLOCKS = ("gigpo", "rloo", "reinforce", "turn_gae", "bilevel_gae", "vineppo", "keywords")
 
 
 def lines(config: DictConfig, base: DictConfig) -> list[Line]:
@@ -59,6 +59,8 @@ def _rules(config: DictConfig) -> Iterator[tuple[str, str]]:
     for other in BLOCKS:
         if other != block:
             yield rf"multiturn\.{other}\..+", f"multiturn.algorithm is {settings.algorithm}"
+    if settings.algorithm != "vineppo":
+        yield r"multiturn\.vine\..+", f"multiturn.algorithm is {settings.algorithm}"
     if settings.algorithm not in VERL_ALGORITHMS:
         where = f"multiturn.{block}" if ":" not in block else "multiturn.keywords"
         names = "gamma|lam|norm_adv_by_std_in_grpo|use_pf_ppo|pf_ppo.*"
@@ -144,5 +146,5 @@ def _gigpo(settings: DictConfig) -> Iterator[tuple[str, str]]:
             yield r"multiturn\.gigpo\.penalty", "multiturn.gigpo.invalid_penalty is 0"
         if settings.gigpo.step_weight == 0:
             yield r"multiturn\.gigpo\.(gamma|similarity|singleton)", "multiturn.gigpo.step_weight is 0"
-    elif settings.algorithm in (*VERL_ALGORITHMS, "rloo", "reinforce", "turn_gae"):
+    elif settings.algorithm in (*VERL_ALGORITHMS, "rloo", "reinforce", "turn_gae", "vineppo"):
         yield r"multiturn\.anchor", f"{settings.algorithm} compares no states (anchors are only recorded)"

@@ -32,6 +32,11 @@ VALUES: dict[str, tuple[type, float]] = {
     "multiturn.information.every?": (int, 1),
     "multiturn.information.samples": (int, 1),
     "multiturn.information.rule": (str, 0),
+    "multiturn.vine.rollouts": (int, 0),
+    "multiturn.vine.root": (str, 0),
+    "multiturn.vine.max_states?": (int, 0),
+    "multiturn.vine.dedupe": (str, 0),
+    "multiturn.vine.max_inflight": (int, 1),
     "multiturn.action.tag?": (str, 0),
     "multiturn.action.separator": (str, 0),
     "multiturn.action.max_actions": (int, 1),
@@ -83,7 +88,7 @@ TASK_KEYS = ("first_seed", "size", "split")
 OWN_METRICS = ("val", "success", "success_low", "success_high", "return", "turns", "episodes", "failed")
 BLOCKS = (
     *("action", "prompt", "failures", "small_model", "filter", "normalize", "collapse", "information"),
-    *("gigpo", "reinforce", "turn_gae", "rloo", "bilevel_gae"),
+    *("gigpo", "reinforce", "turn_gae", "rloo", "bilevel_gae", "vineppo", "vine"),
 )
 
 

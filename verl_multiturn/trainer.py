@@ -18,6 +18,7 @@ from verl.utils import tensordict_utils as tu
 
 from verl_multiturn import metrics as run_metrics
 from verl_multiturn.algorithms import advantages
+from verl_multiturn.algorithms.vineppo import with_sibling_roots
 from verl_multiturn.collapse import detectors
 from verl_multiturn.compose import plain
 from verl_multiturn.configure import TOKEN_ALGORITHMS, VERL_ALGORITHMS, keywords
@@ -26,9 +27,11 @@ from verl_multiturn.filtering import group_filter
 from verl_multiturn.progress import Progress
 from verl_multiturn.rollout.loop import first_prompt
 from verl_multiturn.rollout.rows import Rows, to_records
+from verl_multiturn.rollout.vine import Vine
 from verl_multiturn.runs import Run, RunWriter
 from verl_multiturn.survivors import Survivors
 from verl_multiturn.trainer_starpo import StarPOSteps
+from verl_multiturn.vine_metrics import of_vine
 
 
 class MultiTurnMixin(StarPOSteps):
@@ -273,10 +276,14 @@ class MultiTurnMixin(StarPOSteps):
         data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=fields)
         turns = rows.turns(list(data["values"].unbind()) if self.use_critic else None)
         started = time.perf_counter()
+        if name == "vineppo":
+            vine = Vine.of(plain(self.settings), self.config.actor_rollout_ref.rollout.n)
+            turns = with_sibling_roots(turns, vine.gamma, self.settings.vineppo.lam, vine.pooled)
+            metrics |= of_vine(list(rows.sessions().values()))
         per_turn = advantages(name, turns, **keywords(self.settings))
         metrics["multiturn/advantage_seconds/mean"] = time.perf_counter() - started
         metrics |= run_metrics.of_turns(turns, per_turn, keywords(self.settings) if name == "gigpo" else {})
-        if self.use_critic:
+        if self.use_critic or name == "vineppo":
             for (_, record, _), value in zip(rows.places, turns.value.tolist(), strict=True):
                 record["value"] = value
         # A critic over turns learns A + V, the return its advantage was measured against.

@@ -10,9 +10,11 @@ from pathlib import Path
 from verl_multiturn.cache import built, cache_folder
 from verl_multiturn.load import import_path
 
-# Sizes of the benchmark's splits but for training; "small" has games that a small model can learn.
+# Sizes of the benchmark's splits but for training; "tiny" has games that a small model can learn in minutes.
 # The arguments of `verl-multiturn make-alfworld-games`.
 GENERATED = {
+    "tiny": "--train 2000 --valid-seen 140 --valid-unseen 134 --max-receptacles 5 --max-objects 5 --seed 1 "
+    "--types pick_and_place_simple,look_at_obj_in_light",
     "small": "--train 2000 --valid-seen 140 --valid-unseen 134 --max-receptacles 8 --max-objects 10 --seed 1",
     "full": "--train 1000 --valid-seen 140 --valid-unseen 134 --seed 1",
 }
@@ -20,7 +22,7 @@ DRAWN_BY = ("scenes", "layouts", "plans", "problems")  # what decides how a game
 
 
 def data_folder(data: str) -> Path:
-    """The folder that `data` means: "benchmark", "small" or "full" (generated at the first use), or a path.
+    """The folder that `data` means: "benchmark", a name in GENERATED (made at the first use), or a path.
 
     Raises:
         ValueError: benchmark without $ALFWORLD_DATA.
@@ -29,7 +31,7 @@ def data_folder(data: str) -> Path:
         if not (folder := os.environ.get("ALFWORLD_DATA")):
             raise ValueError(
                 "data=benchmark needs ALFWorld's games: run alfworld-download and set ALFWORLD_DATA to their "
-                "folder, or play generated games with data=small or data=full"
+                "folder, or play generated games with data=tiny, small or full"
             )
         return Path(folder)
     return _generated(data) if data in GENERATED else Path(data).expanduser()

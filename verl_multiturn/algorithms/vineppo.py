@@ -15,7 +15,7 @@ Where the authors' code differs:
 * whitening has the scope that it is given; the code's is the micro-batch of each device.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
@@ -23,6 +23,7 @@ import numpy as np
 from verl_multiturn.algorithms.registry import Config, register
 from verl_multiturn.columns import Column, Floats, floats, ints
 from verl_multiturn.errors import unknown
+from verl_multiturn.returns import returns_to_go
 from verl_multiturn.turns import TurnBatch
 
 
@@ -119,6 +120,34 @@ def sibling_root(returns: Column, extra: Column = ()) -> Floats:
     return np.array([np.delete(pool, i).sum() / others for i in range(len(R))], np.float64)
 
 
+def with_sibling_roots(
+    turns: TurnBatch, gamma: float = 1.0, lam: float = 0.0, rollouts: int | None = None
+) -> TurnBatch:
+    """The batch with V(s_0) filled in from the discounted returns of the others of the group.
+
+    A trajectory without others, and without rollouts, is compared with nothing: V(s_0) becomes what
+    followed, so that the turns up to the next known value get an advantage of 0 (before whitening).
+
+    Args:
+        turns: V(s_0) may be nan.
+        gamma: γ, as the algorithm has it.
+        lam: λ, likewise.
+        rollouts: how many continuations a recorded V(s_0) is the mean of: they are pooled with the
+            siblings. None: a recorded V(s_0) is left as it is.
+    """
+    first = turns.order[turns.starts]
+    G, V, codes = returns_to_go(turns, gamma)[first], turns.value[first], turns.group_code[first]
+    for code in np.unique(codes):
+        members = np.flatnonzero(codes == code)
+        for place, m in enumerate(members):
+            if np.isnan(V[m]) or rollouts is not None:
+                extra = [] if np.isnan(V[m]) else [V[m]] * (rollouts or 0)
+                V[m] = sibling_root(G[members], extra)[place]
+    value = turns.value.copy()
+    value[first] = np.where(np.isnan(V), _followed(turns, gamma, lam)[first], V)
+    return replace(turns, value=value)
+
+
 def whiten(
     x: Column, weights: Column | None = None, scope: Column | None = None, eps: float = 1e-8
 ) -> Floats:
@@ -158,6 +187,17 @@ def whiten(
     return out
 
 
+def _followed(turns: TurnBatch, gamma: float, lam: float) -> Floats:
+    """What V(s_t) is compared with: the rewards up to the next known value, and that value. -> (N,)."""
+    x = np.zeros(len(turns))
+    y = np.zeros(len(turns.starts))  # V + λA of what follows, longest trajectory first
+    for rows in reversed(turns.by_time):
+        x[rows] = turns.reward[rows] + gamma * y[: len(rows)]
+        V = turns.value[rows]
+        y[: len(rows)] = np.where(np.isnan(V), x[rows], V + lam * (x[rows] - V))
+    return x
+
+
 def _segments(turns: TurnBatch, gamma: float, lam: float) -> Floats:
     """A of every turn, from known value to known value. -> (N,)."""
     for row in np.flatnonzero((turns.index == 0) & np.isnan(turns.value))[:1]:
@@ -165,13 +205,7 @@ def _segments(turns: TurnBatch, gamma: float, lam: float) -> Floats:
             f"value is missing (nan) at {turns.whose(row)}; vineppo needs V(s_0), and has no baseline "
             "for what comes before the first known value."
         )
-    A = np.zeros(len(turns))
-    y = np.zeros(len(turns.starts))  # V + λA of what follows, longest trajectory first
-    for rows in reversed(turns.by_time):
-        x = turns.reward[rows] + gamma * y[: len(rows)]
-        V = turns.value[rows]
-        A[rows] = x - V  # nan in a hole
-        y[: len(rows)] = np.where(np.isnan(V), x, V + lam * (x - V))
+    A = _followed(turns, gamma, lam) - turns.value  # nan in a hole
     for before, rows in pairwise(turns.by_time):
         A[rows] = np.where(np.isnan(A[rows]), A[before[: len(rows)]], A[rows])
     return A

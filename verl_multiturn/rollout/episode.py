@@ -164,19 +164,28 @@ class Episode:
                 f"{where} is not the task of the panel: its content hash is {seen.content}, "
                 f"the panel says {self.task.content}"
             )
-        view, cut = View(seen.instruction, seen.observation), None
+        view = View(seen.instruction, seen.observation)
+        seen, cut = await self._go_on(env, view, seen)
+        return self._trajectory(seen, cut, view.instruction, time.perf_counter() - begun)
+
+    async def _go_on(
+        self, env: Any, view: View, seen: Observed, prompt: NextPrompt | None = None
+    ) -> tuple[Observed, str | None]:
+        """Play from here to the end; `prompt` is the next one if it was built already. -> (last, cut by)."""
         max_turns = self.limits.max_turns or seen.max_turns
         while not (seen.terminated or seen.truncated):
             view.observation, view.admissible = seen.observation, seen.admissible
-            prompt = await asyncio.to_thread(self.layout.prompt, view)
+            prompt = prompt or await asyncio.to_thread(self.layout.prompt, view)
             if prompt is None:
-                cut = "tokens"
-                break
-            seen = await self._turn(env, view, seen, prompt)
+                return seen, "tokens"
+            await self.before_turn(env, view, seen, prompt)
+            seen, prompt = await self._turn(env, view, seen, prompt), None
             if len(self.turns) >= max_turns or self._actions_left() == 0:
-                cut = "turns"
-                break
-        return self._trajectory(seen, cut, view.instruction, time.perf_counter() - begun)
+                return seen, "turns"
+        return seen, None
+
+    async def before_turn(self, env: Any, view: View, seen: Observed, prompt: NextPrompt) -> None:
+        """For subclasses: called before each turn, with what the policy is about to read."""
 
     async def _turn(self, env: Any, view: View, before: Observed, prompt: NextPrompt) -> Observed:
         text, sample, generate_seconds = await self._speak(prompt.ids)

@@ -5,7 +5,9 @@ Registered by import; `actor_rollout_ref.model.external_lib` names this module, 
 
 import json
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from uuid import uuid4
 
@@ -21,6 +23,7 @@ from verl_multiturn.rollout.parsing import ActionFormat
 from verl_multiturn.rollout.pool import EnvPool
 from verl_multiturn.rollout.prompts import Messages, Prompt, PromptPolicy, View, prompt_policy
 from verl_multiturn.rollout.rows import to_outputs
+from verl_multiturn.rollout.vine import Vine, VineEpisode, Vines
 
 
 @dataclass(frozen=True)
@@ -32,6 +35,7 @@ class Rollout:
     form: ActionFormat
     limits: Limits
     pool: EnvPool
+    vines: Vines | None  # of VinePPO
 
     @classmethod
     def of(cls, config: DictConfig) -> "Rollout":
@@ -46,7 +50,10 @@ class Rollout:
             episode_timeout=settings["episode_timeout"],
         )
         form, pool = ActionFormat(**settings["action"]), EnvPool.of(settings)
-        return cls(settings, prompt_policy(settings["prompt"]), form, limits, pool)
+        vines = None
+        if settings["algorithm"] == "vineppo":
+            vines = Vines(Vine.of(settings, config.actor_rollout_ref.rollout.n))
+        return cls(settings, prompt_policy(settings["prompt"]), form, limits, pool, vines)
 
 
 def first_prompt(config: DictConfig, tokenizer: Any) -> Prompt:
@@ -108,7 +115,7 @@ class MultiTurnLoop(AgentLoopBase):  # type: ignore[misc]
 
         shared, chat = self.rollout, self.continuous_token_builder
         layout = LAYOUTS[self.settings["row"]]
-        episode = Episode(
+        episode = self._kind(kwargs)(
             env_name=self.settings["env"],
             env_kwargs=self.settings["env_kwargs"],
             task=self._task(kwargs),
@@ -129,6 +136,13 @@ class MultiTurnLoop(AgentLoopBase):  # type: ignore[misc]
         # Validation measures the task: no penalty there.
         penalty = self.settings["format_penalty"] if kwargs["split"] == "train" else 0.0
         return to_outputs(trajectory, self.settings["row"], self.tokenizer.eos_token_id, keep_text, penalty)
+
+    def _kind(self, kwargs: dict[str, Any]) -> Callable[..., Episode]:
+        vines = self.rollout.vines
+        if vines is None or kwargs["split"] != "train":
+            return Episode
+        seed = derive_seed("vine", self.settings["seed"], kwargs["global_steps"], kwargs["uid"])
+        return partial(VineEpisode, vines=vines, seed=seed)
 
     def _task(self, kwargs: dict[str, Any]) -> Task:
         task, sample, step = kwargs["task"], int(kwargs["session_id"]), int(kwargs["global_steps"])

@@ -59,6 +59,20 @@ def step(env: Env, action: str) -> Observed:
     )
 
 
+def snapshot(env: Env) -> object:
+    """The whole state, to be restored in any environment that was made alike."""
+    return env.snapshot()
+
+
+def restore(env: Env, taken: Any, seed: int) -> str | None:
+    """Go back to a snapshot, with new chances from there on; None, or how a replay of it went astray."""
+    try:
+        env.restore(taken, seed)
+    except RuntimeError as error:
+        return str(error)
+    return None
+
+
 def _look(env: Env, observation: Any, info: Any, **more: Any) -> Observed:
     if not isinstance(observation, str):
         raise TypeError(f"the observation has type {type(observation).__name__}, must be str")

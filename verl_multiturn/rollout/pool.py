@@ -13,7 +13,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from verl_multiturn.env import Env
 from verl_multiturn.load import load_class
@@ -23,6 +23,7 @@ from verl_multiturn.rollout.workers import CLOSE_SECONDS, ProcessEnv, ThreadEnv,
 __all__ = ["EnvPool", "EnvironmentFailure", "Observed", "ProcessEnv", "ThreadEnv", "reset", "step"]
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 class Threads:
@@ -171,16 +172,14 @@ class EnvPool:
         """Give up an environment after an episode that went wrong; its process is killed."""
         await asyncio.wait([asyncio.wrap_future(self._threads.submit(env.abandon))], timeout=CLOSE_SECONDS)
 
-    async def call(
-        self, env: ThreadEnv | ProcessEnv, what: str, function: Callable[..., Observed], *args: Any
-    ) -> Observed:
+    async def call(self, env: ThreadEnv | ProcessEnv, what: str, function: Callable[..., T], *args: Any) -> T:
         """Run `function(env, *args)`; `what` names the call in an error.
 
         Raises:
             EnvironmentFailure: it raised, broke the contract, or took longer than `timeout`.
         """
-        observed: Observed = await self._run(what, env.call, function, *args)
-        return observed
+        answer: T = await self._run(what, env.call, function, *args)
+        return answer
 
     async def _run(self, what: str, function: Callable[..., Any], *args: Any) -> Any:
         async with self._free:

@@ -10,14 +10,15 @@ from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from verl_multiturn.env import Env, make
 from verl_multiturn.load import import_path
-from verl_multiturn.rollout.observed import EnvironmentFailure, Observed
+from verl_multiturn.rollout.observed import EnvironmentFailure
 
 READY = b"ready"  # what a zygote says after its imports; anything else is what went wrong
 CLOSE_SECONDS = 10.0  # that an environment, or a zygote with all of its own, has to close
+T = TypeVar("T")
 ONE_THREAD = {name: "1" for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")}
 
 
@@ -45,9 +46,9 @@ class ThreadEnv:
         """Build the environment; called once, before anything else."""
         self.env = self._visit(make, name, **kwargs)
 
-    def call(self, function: Callable[..., Observed], *args: Any) -> Observed:
+    def call(self, function: Callable[..., T], *args: Any) -> T:
         """Run `function(env, *args)` here."""
-        answer: Observed = self._visit(function, self.env, *args)
+        answer: T = self._visit(function, self.env, *args)
         return answer
 
     def _visit(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -184,9 +185,9 @@ class ProcessEnv:
             self.abandon()
         self._ask(name, kwargs)
 
-    def call(self, function: Callable[..., Observed], *args: Any) -> Observed:
+    def call(self, function: Callable[..., T], *args: Any) -> T:
         """Run `function(env, *args)` in the other process; its exception is raised here."""
-        answer: Observed = self._ask(function, args)
+        answer: T = self._ask(function, args)
         return answer
 
     def _ask(self, *message: Any) -> Any:
