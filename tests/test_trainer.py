@@ -17,10 +17,11 @@ from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 from verl.utils import tensordict_utils
 
 from verl_multiturn import configure
+from verl_multiturn.algorithms import advantages
 from verl_multiturn.compose import compose
 from verl_multiturn.errors import RunStopped
 from verl_multiturn.filtering import GroupFilter
-from verl_multiturn.runs import Run
+from verl_multiturn.runs import Run, to_turns
 from verl_multiturn.trainer import MultiTurnTrainer
 
 
@@ -215,6 +216,30 @@ TRAJECTORY_ROWS = {
     ),
     "g_1_0": (2, [1, 1], extra([turn(0, 0.0, (0, 2), "s")], trajectory(0.0, False))),
 }
+
+
+def test_vineppo_reads_recorded_values_and_fills_the_roots(trainer, queue):
+    """V(s_0) is the sibling's return; t has a rollout's 0.75: A = 0.75 − 0, 1 − 0.75, and 0 − 1."""
+    vine = dict.fromkeys(
+        ("states", "holes", "unique_states", "rollouts", "failed", "mismatches", "turns", "tokens"), 2
+    )
+    vine |= {"truncated": 0, "return_std": 0.5, "tail_seconds": 0.0}
+    won, lost = (trajectory(ret, success=bool(ret)) | {"vine": vine} for ret in (1.0, 0.0))
+    rows = {
+        "g_0_0": (3, [1, 1, 0], extra([turn(0, 0.0, (0, 2), "s")], won)),
+        "g_0_1": (2, [1, 1], extra([turn(1, 1.0, (0, 2), "t", value=0.75)], won)),
+        "g_1_0": (2, [1, 1], extra([turn(0, 0.0, (0, 2), "s")], lost)),
+    }
+    trainer.writer, trainer.settings.algorithm, trainer.settings.vineppo.whiten = Writer(), "vineppo", False
+    batch, metrics = padded(queue, put(queue, rows), 4), {}
+    trainer._compute_advantage(batch, metrics)
+    expected = {"g_0_0": [0.75, 0.75, 0.0], "g_0_1": [0.25, 0.25], "g_1_0": [-1.0, -1.0]}
+    assert tokens(queue, batch, "advantages") == approx({batch.keys[0]: [0.0]} | expected)
+    assert metrics["multiturn/vine_rollouts/mean"] == 2
+    ((_, _, records),) = trainer.writer.written
+    assert [[one["value"] for one in record["turns"]] for record in records] == [[0.0, 0.75], [1.0]]
+    again = advantages("vineppo", to_turns(records))  # as `rescore` does
+    assert again.tolist() == [0.75, 0.25, -1.0]
 
 
 def test_trajectory_rows_get_a_number_per_utterance(trainer, queue):

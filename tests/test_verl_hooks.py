@@ -59,6 +59,7 @@ from verl_multiturn.rollout.loop import MultiTurnLoop
 from verl_multiturn.trainer import MultiTurnColocateAsyncTrainer, MultiTurnMixin, MultiTurnTrainer
 from verl_multiturn.trainer_starpo import StarPOSteps
 from verl_multiturn.turns import Trajectory, Turn, TurnBatch
+from verl_multiturn.vine_metrics import of_vine
 
 PACKAGE = Path(verl_multiturn.__file__).parent
 ROOT = PACKAGE.parent
@@ -427,7 +428,7 @@ def our_metric_names():
     trajectory = played()
     session = trajectory.info | {"return": 1.0, "scores": rows.scores(trajectory)}
     turns = TurnBatch.from_trajectories([trajectory])
-    made = metrics.of_sessions([session]) | metrics.of_turns(turns, np.zeros(len(turns)))
+    made = metrics.of_sessions([session]) | metrics.of_turns(turns, np.zeros(len(turns))) | of_vine([])
     written = re.findall(r'"(multiturn/[^"{}]+)"', (PACKAGE / "trainer.py").read_text())
     assert len(written) >= 6
     assert len(made) >= 12

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import verl_multiturn as vm
-from verl_multiturn.algorithms.vineppo import VinePPOConfig, sibling_root, whiten
+from verl_multiturn.algorithms.vineppo import VinePPOConfig, sibling_root, whiten, with_sibling_roots
 from verl_multiturn.columns import factorise, keys
 from verl_multiturn.exact import exact_values
 from verl_multiturn.stats import wilson
@@ -246,6 +246,86 @@ def test_no_rollouts_and_a_sibling_root_is_rloo(data, groups):
     close(vm.advantages("vineppo", turns), vm.advantages("rloo", turns))
 
 
+# --- The value of the start from the others of the group ---
+
+
+def batch(episodes, values=None, **more):
+    """A TurnBatch of [(group, member, rewards), ...]; values likewise, default: none is known."""
+    rows = [(g, m, t, r) for g, m, rewards in episodes for t, r in enumerate(rewards)]
+    value = [nan] * len(rows) if values is None else [v for one in values for v in one]
+    return TurnBatch.from_lists(*map(list, zip(*rows, strict=True)), value=value, **more)
+
+
+def roots(turns):
+    return turns.value[turns.index == 0]
+
+
+def test_roots_are_the_discounted_returns_of_the_others():
+    turns = batch([("a", 0, [0, 4]), ("b", 0, [2]), ("a", 1, [1, 0, 8]), ("a", 2, [0.5])])
+    filled = with_sibling_roots(turns, gamma=0.5)
+    close(roots(filled), [(3 + 0.5) / 2, 2, (2 + 0.5) / 2, (2 + 3) / 2])  # b is alone
+    assert np.isnan(filled.value[filled.index > 0]).all()
+    assert np.isnan(turns.value).all()  # the given one is left as it was
+
+
+def test_roots_with_rollouts_of_their_own():
+    """Left as they are, or pooled with the siblings; a failed one takes the siblings'."""
+    episodes = [("a", 0, [1]), ("a", 1, [0]), ("a", 2, [0.5]), ("b", 0, [1])]
+    turns = batch(episodes, [[0.2], [0.2], [nan], [0.4]])
+    close(roots(with_sibling_roots(turns)), [0.2, 0.2, 0.5, 0.4])
+    pooled = roots(with_sibling_roots(turns, rollouts=3))
+    close(pooled, [(0.5 + 0.6) / 5, (1.5 + 0.6) / 5, 0.5, 0.4])
+    close(pooled[0], sibling_root([1, 0, 0.5], [0.2] * 3)[0])
+    close(roots(with_sibling_roots(turns, rollouts=0)), [0.25, 0.75, 0.5, 1])
+
+
+@quick
+@given(data=st.data(), gamma=st.floats(0, 1), lam=st.floats(0, 1))
+def test_what_has_nothing_to_compare_with_gets_nothing(data, gamma, lam):
+    """Alone in its group: 0 for all turns up to the first known value, the others as ever."""
+    n = data.draw(st.integers(1, 6))
+    known = data.draw(st.integers(1, n))  # the first turn with a value; n: none
+    r, V = (np.array(data.draw(st.lists(st.floats(-2, 2), min_size=n, max_size=n))) for _ in range(2))
+    V[:known] = nan
+    A = vm.advantages(
+        "vineppo", with_sibling_roots(batch([("a", 0, r)], [V]), gamma, lam), gamma=gamma, lam=lam
+    )
+    assert np.abs(A[:known]).max() < 1e-12
+    if known < n:
+        close(A[known:], vm.vine_advantages(r[known:], V[known:], gamma, lam))
+
+
+@quick
+@given(data=st.data(), groups=st.integers(1, 3))
+def test_without_rollouts_it_is_rloo(data, groups):
+    """K = 0: every trajectory is one segment whose start the siblings value. Groups of one get 0."""
+    number = st.sampled_from([0.0, 1.0, -0.1, 0.3])
+    episodes = [
+        (g, m, data.draw(st.lists(number, min_size=1, max_size=4)))
+        for g in range(groups)
+        for m in range(data.draw(st.integers(1, 5)))
+    ]
+    turns = batch(episodes)
+    filled = with_sibling_roots(turns)
+    close(vm.advantages("vineppo", filled), vm.advantages("rloo", turns))
+    order = data.draw(st.permutations(range(len(turns))))
+    columns = (turns.group, turns.trajectory, turns.index, turns.reward)
+    shuffled = with_sibling_roots(TurnBatch.from_lists(*(list(column[order]) for column in columns)))
+    close(shuffled.value, filled.value[order])
+
+
+@quick
+@given(data=st.data(), n=st.integers(2, 5), T=st.integers(1, 5))
+def test_the_advantages_of_a_trajectory_telescope(data, n, T):
+    """Σ_t A_t = R − V(s_0), with roots from siblings and all other values from rollouts."""
+    numbers = st.lists(st.floats(-2, 2), min_size=T, max_size=T)
+    rewards = np.array([data.draw(numbers) for _ in range(n)])
+    values = np.array([[nan, *data.draw(numbers)[1:]] for _ in range(n)])
+    turns = with_sibling_roots(batch([("a", m, rewards[m]) for m in range(n)], values))
+    A, R = vm.advantages("vineppo", turns).reshape(n, T), rewards.sum(1)
+    np.testing.assert_allclose(A.sum(1), R - (R.sum() - R) / (n - 1), atol=1e-9)
+
+
 # --- A chain whose gradient is known: position k is right with probability sigmoid(θ_k) ---
 
 P = 1 / (1 + np.exp(-np.array([0.3, -0.2, 0.5, 0.1])))
@@ -305,3 +385,24 @@ def test_one_rollout_a_state_is_unbiased(keywords):
 
 def test_the_tail_that_is_zero_is_biased():
     close(expected_gradient(cap=1, tail="zero"), [*TRUE[:2], 0, 0])
+
+
+@pytest.mark.parametrize("root", ["rollouts", "siblings", "both"])
+@pytest.mark.parametrize("K", [1, 9])
+def test_sampled_rollouts_are_unbiased(K, root):
+    """8,000 groups of four, every state with K rollouts of its own: the mean gradient is the true one."""
+    rng, groups, n = np.random.default_rng(K), 8_000, 4
+    right = rng.random((groups * n, 4)) < P
+    alive = np.cumprod(np.column_stack([np.ones(groups * n), right]), axis=1)[:, :4].astype(bool)
+    who, index = np.nonzero(alive)
+    reward = (right[who, index] & (index == 3)).astype(float)
+    value = rng.binomial(K, V[index]) / K
+    if root == "siblings":
+        value[index == 0] = nan
+    turns = TurnBatch.from_lists(who // n, who % n, index, reward, value=value)
+    A = vm.advantages("vineppo", with_sibling_roots(turns, rollouts=K if root == "both" else None))
+    score = A * (right[who, index] - P[index])
+    for k in range(4):
+        per_group = np.bincount(who[index == k] // n, weights=score[index == k], minlength=groups) / n
+        error = per_group.std() / groups**0.5
+        assert abs(per_group.mean() - TRUE[k]) < 4 * error and error < 0.06 * TRUE[k]

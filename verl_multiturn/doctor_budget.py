@@ -63,6 +63,13 @@ def _groups(config: DictConfig, n: int) -> list[Line]:
     if n == 1 and config.multiturn.algorithm in ("grpo", "rloo", "gigpo"):
         text = f"rollout.n=1: {config.multiturn.algorithm} compares trajectories of one task; use 4 to 16"
         found.append(Line(BATCH, "warn", "group size", text))
+    sampling = config.actor_rollout_ref.rollout
+    if sampling.top_p < 1 or sampling.top_k > 0:
+        text = (
+            f"rollout.top_p={sampling.top_p:g}, top_k={sampling.top_k} cut what is sampled, and the loss "
+            "does not know: it compares with whole distributions; use top_p=1, top_k=-1"
+        )
+        found.append(Line(BATCH, "warn", "sampling", text))
     if config.trainer.critic_warmup and not config.critic.enable:
         text = (
             f"trainer.critic_warmup={config.trainer.critic_warmup} without a critic: nothing is trained "

@@ -35,6 +35,7 @@ VALUES: dict[str, tuple[type, float]] = {
     "multiturn.vine.rollouts": (int, 0),
     "multiturn.vine.root": (str, 0),
     "multiturn.vine.max_states?": (int, 0),
+    "multiturn.vine.every": (int, 1),
     "multiturn.vine.dedupe": (str, 0),
     "multiturn.vine.max_inflight": (int, 1),
     "multiturn.action.tag?": (str, 0),

@@ -137,8 +137,8 @@ def with_sibling_roots(
     """
     first = turns.order[turns.starts]
     G, V, codes = returns_to_go(turns, gamma)[first], turns.value[first], turns.group_code[first]
-    for code in np.unique(codes):
-        members = np.flatnonzero(codes == code)
+    ends = np.cumsum(np.bincount(codes))
+    for members in np.split(np.argsort(codes, kind="stable"), ends[:-1]):
         for place, m in enumerate(members):
             if np.isnan(V[m]) or rollouts is not None:
                 extra = [] if np.isnan(V[m]) else [V[m]] * (rollouts or 0)

@@ -1,0 +1,24 @@
+"""The `multiturn/vine_*` metrics of a VinePPO run: what the values of a step took."""
+
+from typing import Any
+
+
+def of_vine(sessions: list[dict[str, Any]]) -> dict[str, float]:
+    """From the counts of `VineEpisode`, one trajectory record each with its `vine`.
+
+    Means over the trajectories of a step; `failed_share`, `truncated_share` and `hole_share` are of its
+    continuations, of those that came to an end, and of its states; `return_std` is a mean over states.
+    """
+    counts = [session["vine"] for session in sessions]
+
+    def total(name: str) -> float:
+        return float(sum(count[name] for count in counts))
+
+    names = ("states", "unique_states", "rollouts", "failed", "mismatches", "turns", "tokens", "tail_seconds")
+    found = {name: total(name) / max(1, len(counts)) for name in names}
+    found["failed_share"] = total("failed") / max(1.0, total("rollouts"))
+    found["truncated_share"] = total("truncated") / max(1.0, total("rollouts") - total("failed"))
+    found["hole_share"] = total("holes") / max(1.0, total("states"))
+    spread = sum(count["return_std"] * count["unique_states"] for count in counts)
+    found["return_std"] = spread / max(1.0, total("unique_states"))
+    return {f"multiturn/vine_{name}/mean": value for name, value in found.items()}
