@@ -27,7 +27,7 @@ def test_one_switch_turns_starpo_into_starpo_s():
 
 @pytest.mark.parametrize(("returns", "metric"), [("task", "return"), ("trained", "reward")])
 def test_refill_is_verls_own(returns, metric):
-    """Its metric is the task's return, or the row's score, penalties included; preparing twice changes nothing."""
+    """Its metric is the task's return, or the row's score with penalties; preparing twice changes nothing."""
     config = prepared("starpo_s_sokoban", REFILL, f"multiturn.filter.returns={returns}")
     assert config.algorithm.filter_groups == {"enable": True, "metric": metric}
     assert prepare(config).algorithm.filter_groups.metric == metric

@@ -7,7 +7,7 @@ differs, so a model is seen here as a run would see it (vLLM draws other random 
 import asyncio
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 
 from omegaconf import DictConfig
 
@@ -21,6 +21,8 @@ from verl_multiturn.rollout.parsing import ActionFormat
 from verl_multiturn.rollout.pool import EnvPool, Observed, ProcessEnv, ThreadEnv, reset
 from verl_multiturn.rollout.prompts import Messages, prompt_policy
 from verl_multiturn.samplers import Sampler
+
+T = TypeVar("T")
 
 
 class Chat:
@@ -56,15 +58,11 @@ class Chat:
 class WatchedPool(EnvPool):
     """An environment pool that tells what its calls return."""
 
-    def __init__(
-        self, timeout: float, tell: Callable[[Callable[..., Observed], Any, Observed], None]
-    ) -> None:
+    def __init__(self, timeout: float, tell: Callable[[Callable[..., Any], Any, Any], None]) -> None:
         super().__init__(threads=1, timeout=timeout)
         self.tell = tell
 
-    async def call(
-        self, env: ThreadEnv | ProcessEnv, what: str, function: Callable[..., Observed], *args: Any
-    ) -> Observed:
+    async def call(self, env: ThreadEnv | ProcessEnv, what: str, function: Callable[..., T], *args: Any) -> T:
         """See `EnvPool.call`."""
         seen = await super().call(env, what, function, *args)
         self.tell(function, args[0], seen)

@@ -212,21 +212,30 @@ def test_own_environment_with_a_critic(folder):
     assert {f["error"].split(" raised ")[1][:17] for f in recorded.failures} == {"ZeroDivisionError"}
 
 
-def test_a_step_without_survivors_is_refused(folder):
-    run = folder / "refused"
+def test_vineppo_without_a_value_network(folder):
+    """Values are means of continuations, played before the servers sleep; no critic is built."""
+    run = folder / "vineppo"
     output = train(
-        "gigpo_frozenlake",
+        "vineppo_frozenlake",
         run,
-        f"multiturn.env={REPOSITORY}/tests/e2e/flaky.py:Flaky",
-        "multiturn.env_kwargs={share: 1.0}",
-        "multiturn.val={first_seed: 0, size: 16}",
-        "multiturn.test=null",
+        "multiturn.vine.rollouts=2",
         "trainer.total_training_steps=2",
+        "trainer.test_freq=-1",
+        "trainer.save_freq=-1",
         "trainer.val_before_train=false",
-        expect=1,
     )
-    assert "0 of 32 trajectories after 1 refills" in output
-    assert len(Run(run).failures) == 64
+    assert steps(output) == [1, 2]
+    recorded = Run(run)
+    metrics = recorded.metrics
+    assert "critic/vf_loss" not in metrics and metrics["multiturn/vine_failed/mean"].eq(0).all()
+    shared = metrics["multiturn/vine_unique_states/mean"]
+    assert (metrics["multiturn/vine_rollouts/mean"] == 2 * shared).all()
+    assert (shared <= metrics["multiturn/vine_states/mean"]).all()
+    trajectories = recorded.trajectories("train", 2)
+    assert all(turn["value"] is not None for t in trajectories for turn in t["turns"])
+    seen = [turn["advantage"] for t in trajectories for turn in t["turns"]]
+    settings = recorded.config["multiturn"]["vineppo"]
+    assert seen == pytest.approx(advantages("vineppo", to_turns(trajectories), **settings), abs=1e-4)
 
 
 def test_alfworld_with_a_process_killed(folder, alfworld_games):
