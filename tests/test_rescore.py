@@ -149,8 +149,9 @@ def test_grpo_reads_the_key_that_verl_reads(tmp_path, by_std):
     assert found.reproduction.relative < 1e-6
 
 
-def test_nothing_to_reproduce(tmp_path, run):
-    verl = write(tmp_path / "a", {"multiturn": {"algorithm": "ppo"}}, "grpo", steps=(1,))
+@pytest.mark.parametrize("name", ["ppo", "bilevel_gae"])
+def test_nothing_to_reproduce(tmp_path, run, name):
+    verl = write(tmp_path / "a", {"multiturn": {"algorithm": name}}, "grpo", steps=(1,))
     assert rescore(verl).reproduction is None
     assert "not one of these" in call("rescore", verl.folder)
     plain = write(tmp_path / "b", None, steps=(1,))

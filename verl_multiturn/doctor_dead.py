@@ -11,7 +11,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from verl_multiturn.compose import CONFIG, plain
-from verl_multiturn.configure import VERL_ALGORITHMS
+from verl_multiturn.configure import TOKEN_ALGORITHMS, VERL_ALGORITHMS
 from verl_multiturn.doctor_report import Line
 
 PART = "keys without effect"
@@ -146,5 +146,12 @@ def _gigpo(settings: DictConfig) -> Iterator[tuple[str, str]]:
             yield r"multiturn\.gigpo\.penalty", "multiturn.gigpo.invalid_penalty is 0"
         if settings.gigpo.step_weight == 0:
             yield r"multiturn\.gigpo\.(gamma|similarity|singleton)", "multiturn.gigpo.step_weight is 0"
-    elif settings.algorithm in (*VERL_ALGORITHMS, "rloo", "reinforce", "turn_gae", "vineppo"):
+    elif settings.algorithm in (
+        *VERL_ALGORITHMS,
+        *TOKEN_ALGORITHMS,
+        "rloo",
+        "reinforce",
+        "turn_gae",
+        "vineppo",
+    ):
         yield r"multiturn\.anchor", f"{settings.algorithm} compares no states (anchors are only recorded)"

@@ -168,9 +168,9 @@ def _configured(run: Run, name: str, extra: Mapping[str, Any]) -> tuple[Algorith
 
 
 def _own(run: Run) -> tuple[Algorithm, Config] | None:
-    """The run's algorithm as the run had it; None for verl's own estimators."""
+    """The run's algorithm as the run had it; None for verl's own estimators and those over tokens."""
     name = (run.config.get("multiturn") or {}).get("algorithm")
-    return None if name in (None, "ppo", "verl") else _configured(run, name, {})
+    return None if name in (None, "ppo", "verl", "bilevel_gae") else _configured(run, name, {})
 
 
 def _score(
