@@ -242,6 +242,12 @@ def test_mixed_batches_hold_the_same_turns_with_less_padding(plan, row):
         rows = [row for ids, _ in batches for row in ids.tolist()]
         texts[mixed] = sorted(tuple(t for t in row if t != tokens.pad_token_id) for row in rows)
         padding[mixed] = sum(row.count(tokens.pad_token_id) for row in rows)
+    with_few = replace(plan, row=row, mixed=1, batch=32, max_tokens=4000)
+    for ids, labels in islice(
+        small_model._batches(with_few, demonstrations(with_few, 0.4), Encoder(tokens)), 6
+    ):
+        answers = ((labels == tokens.eos_token_id).sum(dim=1)).sum()
+        assert answers >= 32 and len(ids) == len(labels)
     shared = set(texts[1]) & set(texts[8])
     assert len(shared) > 0.8 * len(set(texts[1])) and padding[8] <= padding[1]
 

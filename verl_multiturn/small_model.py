@@ -173,7 +173,8 @@ def _batches(plan: Plan, demos: Iterator[Demonstration], encoder: Encoder) -> It
         rows.sort(key=lambda row: len(row[0]))
         batches, filled = [], plan.batch
         for row in rows:
-            if filled >= plan.batch:
+            # The last one takes what is over: a few rows would be a step of noise.
+            if filled >= plan.batch and len(batches) < plan.mixed:
                 batches.append([])
                 filled = 0
             batches[-1].append(row)
