@@ -87,6 +87,7 @@ def _check_choices(config: DictConfig) -> None:
         ("multiturn.algorithm", settings.algorithm, list_trainable()),
         ("multiturn.row", settings.row, LAYOUTS),
         ("multiturn.small_model.imitate", settings.small_model.imitate, ("played", "expert")),
+        ("multiturn.information.rule", settings.information.rule, RULES),
         ("trainer.v1.trainer_mode", config.trainer.v1.trainer_mode, MODES),
     ):
         if value not in valid and not (key == "multiturn.algorithm" and ":" in value):
@@ -103,6 +104,7 @@ def _check_choices(config: DictConfig) -> None:
         _check_bilevel(settings)
     elif settings.algorithm not in VERL_ALGORITHMS:
         find(settings.algorithm).configure(keywords(settings))
+    detectors(plain(settings.collapse))
     _check_rewards(settings)
     if settings.algorithm == "vineppo":
         _check_vine(config)
@@ -147,9 +149,6 @@ def _check_rewards(settings: DictConfig) -> None:
     """Settings of the rewards that the run's algorithm would not see, or that would count twice."""
     rule, name = group_filter(plain(settings.filter)), settings.algorithm
     normalize = Normalize(**plain(settings.normalize))
-    detectors(plain(settings.collapse))
-    if settings.information.rule not in RULES:
-        raise unknown("value of multiturn.information.rule", settings.information.rule, RULES)
     if settings.turn_rewards is not None and name not in ("ppo", *TOKEN_ALGORITHMS):
         raise ValueError(
             f"multiturn.turn_rewards={str(settings.turn_rewards).lower()} has no effect on {name}: it is for "

@@ -6,12 +6,13 @@ scores that need more than returns, and what is left for the gradient of the gro
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import sqrt
 from typing import Any
 
 import numpy as np
 
 from verl_multiturn.algorithms.starpo import SCORES as FROM_RETURNS
-from verl_multiturn.algorithms.starpo import keep_groups
+from verl_multiturn.algorithms.starpo import keep_groups, variance
 from verl_multiturn.errors import unknown
 
 PLACES = ("shrink", "refill")
@@ -134,7 +135,7 @@ class GroupFilter:
         surprises = [one.surprise for one in group]
         if self.score == "entropy":
             return float(np.mean(surprises))
-        return float(np.std(surprises, ddof=1)) if len(surprises) > 1 else 0.0
+        return sqrt(variance(np.asarray(surprises)))
 
     def weights(self, groups: Sequence[Sequence[Member]], share: float) -> list[float]:
         """What multiplies the advantages of each group that is trained on.
@@ -146,7 +147,7 @@ class GroupFilter:
         factor = {"none": 1.0, "linear": share, "sqrt": share**0.5}[self.scale]
         if not self.reweight:
             return [factor] * len(groups)
-        U = [float(np.std(R, ddof=1)) if len(R) > 1 else 0.0 for R in self.compared(groups)]
+        U = [sqrt(variance(np.asarray(R))) for R in self.compared(groups)]
         return [factor * u / (max(U) + 1e-6) for u in U]
 
 

@@ -84,8 +84,7 @@ class InformationProbe:
 
     def fields(self, keys: Sequence[str]) -> TensorDict:
         """What verl's workers read of a row: reasoning 0 behind each prompt, then reasoning 1, and so on."""
-        pairs = [(x, z) for z in self.reasonings for x in self.prompts]
-        pairs += [pairs[0]] * (len(keys) - len(pairs))
+        pairs = self._pairs(len(keys))
         columns: dict[str, list[torch.Tensor]] = defaultdict(list)
         for x, z in pairs:
             columns["prompts"].append(torch.tensor(x))
@@ -102,13 +101,17 @@ class InformationProbe:
 
     def tags(self, keys: Sequence[str], step: int) -> list[dict[str, Any]]:
         """verl's tags of these rows."""
-        sizes = [(len(x), len(z)) for z in self.reasonings for x in self.prompts]
-        sizes += [sizes[0]] * (len(keys) - len(sizes))
+        sizes = [(len(x), len(z)) for x, z in self._pairs(len(keys))]
         versions = {name: step for name in ("global_steps", "min_global_steps", "max_global_steps")}
         return [
             {"status": "success", "prompt_len": x, "response_len": z, "seq_len": x + z, **versions}
             for x, z in sizes
         ]
+
+    def _pairs(self, count: int) -> list[tuple[list[int], list[int]]]:
+        """(Prompt, reasoning) of each row, the first once more up to the count."""
+        pairs = [(x, z) for z in self.reasonings for x in self.prompts]
+        return pairs + [pairs[0]] * (count - len(pairs))
 
     def estimates(self, data: TensorDict) -> dict[str, float]:
         """`mutual_information` of what the actor wrote (`log_probs`, `response_mask` of the rows)."""

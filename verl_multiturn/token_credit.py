@@ -57,9 +57,9 @@ def bilevel(
     sessions: dict[str, list[int]] = defaultdict(list)
     for n, (row, _, _) in enumerate(rows.places):
         sessions[rows.keys[row].rsplit("_", 1)[0]].append(n)
-    advantages = [np.zeros(int(length)) for length in mask.offsets().diff()]
-    returns = [np.zeros(int(length)) for length in mask.offsets().diff()]
-    spoken = [np.zeros(int(length), bool) for length in mask.offsets().diff()]
+    lengths = mask.offsets().diff().tolist()
+    advantages, returns = ([np.zeros(length) for length in lengths] for _ in range(2))
+    spoken = [np.zeros(length, bool) for length in lengths]
     for turns in sessions.values():
         spans, r, silent = list[tuple[int, int, int]](), list[float](), 0.0
         for n in sorted(turns, key=lambda n: rows.places[n][1]["index"]):

@@ -225,9 +225,9 @@ class MultiTurnMixin(StarPOSteps):
 
         verl fills the last one up instead: with turn rows, or after a filter, mostly with padding.
         """
-        updated = {"actor": self.config.actor_rollout_ref.actor.ppo_mini_batch_size}
-        if self.config.trainer.critic_warmup > self.global_steps:
-            updated.clear()
+        updated = {}
+        if self.config.trainer.critic_warmup <= self.global_steps:
+            updated["actor"] = self.config.actor_rollout_ref.actor.ppo_mini_batch_size
         if self.use_critic:
             updated["critic"] = self.config.critic.ppo_mini_batch_size
         n = self.config.actor_rollout_ref.rollout.n
@@ -253,10 +253,10 @@ class MultiTurnMixin(StarPOSteps):
         """Turn-level algorithms here, verl's own through `super()`; then record the step."""
         name = self.settings.algorithm
         rows = self._rows(batch)
-        members = list(rows.members().values())
+        members = rows.members()
         if not self.filter.shrinks:
             metrics |= run_metrics.of_sessions(list(rows.sessions().values()))
-            metrics |= run_metrics.of_groups(self.filter.compared(members))
+            metrics |= run_metrics.of_groups(self.filter.compared(list(members.values())))
         if name in VERL_ALGORITHMS:
             self._place_rewards(rows, batch)
             batch = super()._compute_advantage(batch, metrics)  # type: ignore[misc]
@@ -264,7 +264,7 @@ class MultiTurnMixin(StarPOSteps):
             batch = self._token_advantages(rows, batch, metrics)
         else:
             batch = self._turn_advantages(name, rows, batch, metrics)
-        self._weigh(rows, self.filter.weights(members, self._kept_share), batch)
+        self._weigh(members, batch)
         started = time.perf_counter()
         records = [*self._record(rows, "train"), *self._filtered_out]
         self.writer.trajectories("train", self.global_steps, records)

@@ -74,17 +74,20 @@ class StarPOSteps:
         except ValueError as error:
             raise RunStopped(f"step {self.global_steps}, multiturn.filter: {error}") from None
         uids = list(members)
-        trained = {uids[g] for g in kept}
+        dropped = set(uids) - {uids[g] for g in kept}
         metrics |= run_metrics.of_groups(self.filter.compared(list(members.values())), kept)
         self._kept_share = metrics["multiturn/kept_share/mean"] = len(kept) / len(uids)
-        lost = [key for key in batch.keys if key.rsplit("_", 2)[0] not in trained]
-        if lost:
-            places = [place for place, key in enumerate(batch.keys) if key.rsplit("_", 2)[0] not in trained]
-            out = Rows.read(lost, [batch.tags[place] for place in places], [rows.fields[p] for p in places])
-            self._filtered_out = self._record(out, "train", trained=False)
-            self._clear(lost, batch.partition_id)
+        if dropped:
+            lost = {
+                key: (tag, fields)
+                for key, tag, fields in zip(batch.keys, batch.tags, rows.fields, strict=True)
+                if key.rsplit("_", 2)[0] in dropped
+            }
+            tags, fields = zip(*lost.values(), strict=True)
+            self._filtered_out = self._record(Rows.read([*lost], tags, fields), "train", trained=False)
+            self._clear([*lost], batch.partition_id)
             extra = batch.extra_info
-            batch = batch.select_keys([key for key in batch.keys if key.rsplit("_", 2)[0] in trained])
+            batch = batch.select_keys([key for key in batch.keys if key not in lost])
             batch.extra_info.update(extra)
         if not kept:
             raise EmptyStep
@@ -160,11 +163,12 @@ class StarPOSteps:
         per_turn = self._rewards(rows)
         self._put(batch, rm_scores=rows.at_ends(per_turn, data["response_mask"]))
 
-    def _weigh(self, rows: Rows, weights: list[float], batch: Any) -> None:
+    def _weigh(self, members: dict[str, list[Member]], batch: Any) -> None:
         """Multiply the advantages of each group by its weight."""
+        weights = self.filter.weights(list(members.values()), self._kept_share)
         if all(weight == 1.0 for weight in weights):
             return
-        by_uid = dict(zip(rows.members(), weights, strict=True))
+        by_uid = dict(zip(members, weights, strict=True))
         data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=["advantages"])
         weighed = [
             row * by_uid.get(key.rsplit("_", 2)[0], 1.0)
