@@ -3,6 +3,11 @@
 import copy
 
 import pytest
+from hypothesis import settings
+
+# The same examples in every run: what a random search finds belongs into a test, not into some runs.
+settings.register_profile("same", derandomize=True)
+settings.load_profile("same")
 
 
 class InMemoryQueue:
