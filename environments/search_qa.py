@@ -52,9 +52,10 @@ from collections.abc import Hashable, Sequence
 from random import Random
 
 from environments.retrieval_parts.library import Source, library
+from environments.retrieval_parts.names import names
 from environments.retrieval_parts.passages import Passage, information
 from environments.retrieval_parts.questions import Question
-from environments.retrieval_parts.scoring import exact_match, f1, normalise
+from environments.retrieval_parts.scoring import exact_match, f1
 from verl_multiturn.env import Env, Info, Seed
 from verl_multiturn.errors import unknown
 from verl_multiturn.needs import Needs
@@ -66,9 +67,6 @@ THOUGHT = re.compile(r"<think>.*?</think>", re.DOTALL)
 TAG = re.compile(r"<(/?)(search|answer)>")
 INVALID = "That was no action: write <search>query</search> or <answer>text</answer>, one of them, once."
 NOTHING = "The search found nothing."
-# Capitalised words in a row, "of" between them allowed: what a name looks like.
-NAME = re.compile(r"[A-Z][\w'-]*(?: (?:of )?[A-Z][\w'-]*)*")
-NO_NAME = frozenset("In The Which Who What When Where How Is Was Are A An It He She They".split())
 
 
 class SearchQA(Env):
@@ -176,14 +174,9 @@ class SearchQA(Env):
         Names are runs of capitalised words in the question and the latest passages.
         """
         texts = [self.question.text, *(f"{passage.title}. {passage.text}" for passage in self.latest)]
-        names = dict.fromkeys(
-            name
-            for text in texts
-            for found in NAME.findall(text)
-            if (name := _without_first(found)) and normalise(name)
-        )
-        searches = [f"<search>{text}</search>" for text in (self.question.text, *names)]
-        return searches + [f"<answer>{name}</answer>" for name in names]
+        found = names(texts)
+        searches = [f"<search>{text}</search>" for text in (self.question.text, *found)]
+        return searches + [f"<answer>{name}</answer>" for name in found]
 
     def random_action(self, rng: Random) -> str:
         """One of `candidates`."""
@@ -212,12 +205,6 @@ def _parse(action: str) -> tuple[str, str]:
         return "", ""
     text = " ".join(action[tags[0].end() : tags[1].start()].split())
     return (tags[0][2], text) if text else ("", "")
-
-
-def _without_first(name: str) -> str:
-    """A name without a word that is capital only because it begins a sentence."""
-    first, _, rest = name.partition(" ")
-    return rest if first in NO_NAME else name
 
 
 def _paths(given: str | Sequence[str] | None) -> tuple[str, ...]:
