@@ -31,7 +31,7 @@ Arguments:
     dice: see Start.
     actions: what `admissible` lists. "try": guesses from the words on the screen that changed something
         when tried, 0.05 to 1 s a turn. "jericho": jericho's own valid actions (games it knows; needs spaCy's
-        English model). "none": nothing.
+        English model). "none": nothing. Both kinds are remembered in a process for states met before.
     full: see Observation.
     max_turns: turns in an episode.
 """
@@ -46,7 +46,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from environments.textworld_parts.frotz import command_of, digest_of, tidy
-from environments.textworld_parts.guess import check_model, listed, tried
+from environments.textworld_parts.guess import check_model, valid
 from environments.textworld_parts.story import Story
 from verl_multiturn.env import Env, Info, Seed, derive_seed
 from verl_multiturn.errors import unknown
@@ -185,11 +185,11 @@ class Jericho(Env):
         """By `actions`."""
         if self.actions == "none":
             return None
-        return listed(self._story) if self.actions == "jericho" else tried(self._story)
+        return valid(self._story, self.actions, self.score)
 
     def random_action(self, rng: random.Random) -> str:
         """Any listed action; with `actions` "none", any guess that changes something."""
-        return rng.choice(self.admissible() or tried(self._story))
+        return rng.choice(self.admissible() or valid(self._story, "try", self.score))
 
     def state_key(self) -> Hashable:
         """See the module's docstring."""

@@ -13,7 +13,9 @@ SIZES: dict[str, tuple[int | None, int | None]] = {  # test, val; None: all that
     "bandit": (None, None),
     "chain_sum": (512, 64),
     "frozen_lake": (512, 64),
+    "guess_my_city": (None, None),
     "sokoban": (256, 64),
+    "twenty_questions": (None, None),
 }
 
 

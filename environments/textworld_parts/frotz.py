@@ -32,6 +32,11 @@ class Frotz:
         self.game: Any = None
         self._rom: tuple[Path, int | None] | None = None
 
+    @property
+    def rom(self) -> tuple[Path, int | None] | None:
+        """The story file and the seed of its dice; None before the first `start`."""
+        return self._rom
+
     def start(self, rom: Path, seed: int | None = None) -> str:
         """Begin a game; return what it says.
 

