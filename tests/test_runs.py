@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from verl_multiturn import provenance
 from verl_multiturn.runs import Run, RunWriter, to_turns
 
 ROOT = Path(__file__).parents[1]
@@ -90,6 +91,7 @@ def test_round_trip(tmp_path):
 def test_a_kill_leaves_no_half_file(tmp_path):
     code = """
 import sys
+from verl_multiturn import provenance
 from verl_multiturn.runs import RunWriter
 writer = RunWriter(sys.argv[1])
 row = {"turns": [{"action_ids": [hash((t, i)) for i in range(900)]} for t in range(50)]}
@@ -121,6 +123,7 @@ def test_a_full_disk_is_one_sentence(tmp_path, what):
     # A limit on file size is the kernel's own refusal to write: a real OSError in the middle.
     code = """
 import resource, signal, sys
+from verl_multiturn import provenance
 from verl_multiturn.runs import RunWriter
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 writer = RunWriter(sys.argv[1])
@@ -229,8 +232,23 @@ def test_a_fresh_start_counts_nothing_twice(tmp_path):
     assert run.config == {"lr": 2}
     (old,) = (tmp_path / "discarded").iterdir()
     assert {p.name for p in old.iterdir()} == {
-        "config.yaml", "metrics.jsonl", "failures.jsonl", "trajectories",
+        "config.yaml", "metrics.jsonl", "failures.jsonl", "trajectories", "about.jsonl",
     }  # fmt: skip
+
+
+def test_each_start_says_where_it_was(tmp_path):
+    config = {"actor_rollout_ref": {"model": {"path": "/home/me/models/Qwen2.5-3B"}}}
+    record(tmp_path, range(3), config)
+    record(tmp_path, [3], config, resume_step=2)
+    first, second = Run(tmp_path).about
+    assert (first["step"], second["step"], second["model"]) == (0, 2, "Qwen2.5-3B")
+    assert first["commit"] == provenance.commit() and "CPUs" in first["hardware"]
+    assert provenance.commit(tmp_path) == "unknown"
+    config["actor_rollout_ref"]["model"]["path"] = "/cache/frozen_lake-0123456789abcdef"
+    record(tmp_path, range(1), config)
+    assert [line["model"] for line in Run(tmp_path).about] == ["small"]
+    RunWriter(tmp_path / "old").close()
+    assert Run(tmp_path / "old").about == []
 
 
 def test_errors_say_what_is_there(tmp_path):

@@ -7,7 +7,6 @@ and into a table (`measure_table`).
 
 import json
 import os
-import platform
 import shlex
 import signal
 import subprocess
@@ -23,6 +22,7 @@ from typing import Any, NamedTuple
 from verl_multiturn.env import Env
 from verl_multiturn.load import classes, list_envs, load_class
 from verl_multiturn.measure_table import markdown
+from verl_multiturn.provenance import commit, machine
 
 Row = dict[str, Any]
 BUSY = 0.5  # load average before the start above which the times are not to be trusted
@@ -180,35 +180,12 @@ def _short(value: Any) -> Any:
 
 
 def _where() -> Row:
-    where = {"command": _command(), "commit": _commit(), "machine": machine()}
+    where = {"command": _command(), "commit": commit(), "machine": machine()}
     return where | {"load": round(os.getloadavg()[0], 1)}
 
 
 def _command() -> str:
     return f"verl-multiturn {shlex.join(sys.argv[1:])}"
-
-
-def _commit() -> str:
-    """Of the tree measured; "unknown" outside a checkout."""
-    git = ["git", "-C", str(Path(__file__).parent)]
-    try:
-        head = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
-        changed = subprocess.run([*git, "status", "--porcelain", "-uno"], capture_output=True, text=True)
-    except FileNotFoundError:
-        return "unknown"
-    return head.stdout.strip() + (" with changes" if changed.stdout.strip() else "") or "unknown"
-
-
-def machine() -> str:
-    """This machine in words, without its name."""
-    cpu = platform.processor() or platform.machine()
-    with suppress(OSError):
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        cpu = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), cpu)
-    memory = ""
-    with suppress(ValueError, OSError):
-        memory = f", {os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30:.0f} GiB"
-    return f"{os.cpu_count()} CPUs ({cpu}){memory}, {platform.system()}, Python {platform.python_version()}"
 
 
 if __name__ == "__main__":

@@ -14,6 +14,8 @@ import numpy as np
 import orjson
 import zstandard
 
+from verl_multiturn.provenance import ABOUT
+
 Record = dict[str, Any]
 SUFFIX = ".jsonl.zst"
 OWN_SPLITS = ("train", "val")  # written by training itself, so taken back when it resumes earlier
@@ -119,7 +121,7 @@ def take_back(folder: Path, step: int | None) -> None:
         target = discarded / path.relative_to(folder)
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.move(path, target)
-    for name in ("metrics.jsonl", "failures.jsonl"):
+    for name in ("metrics.jsonl", "failures.jsonl", ABOUT):
         if (folder / name).exists():
             _take_back_lines(folder / name, last, discarded / name)
 

@@ -3,6 +3,7 @@
     config.yaml      the resolved configuration; config.<n>.yaml where a resumed run changed it
     metrics.jsonl    {"step": int, "time": unix seconds, "metrics": {name: number or null}}
     failures.jsonl   one failed trajectory a line
+    about.jsonl      commit, machine and model of each start (see `provenance`)
     trajectories/<split>/<step>.jsonl.zst    one trajectory a line, zstandard
     discarded/<time>/    what a resumed run took back: later than its checkpoint
 
@@ -47,7 +48,7 @@ import orjson
 import zstandard
 from omegaconf import OmegaConf
 
-from verl_multiturn import run_files
+from verl_multiturn import provenance, run_files
 from verl_multiturn.errors import RunStopped, unknown
 from verl_multiturn.rewards import trained_reward
 from verl_multiturn.run_files import SUFFIX, Record
@@ -77,6 +78,8 @@ class RunWriter:
         if config is not None:
             text = OmegaConf.to_yaml(OmegaConf.create(config), resolve=True)
             run_files.write_config(self.folder, text)
+            with (self.folder / provenance.ABOUT).open("ab") as file:
+                file.write(run_files.json_line(provenance.about(config, resume_step or 0)))
         self._metrics = (self.folder / "metrics.jsonl").open("ab", buffering=0)
         self._failures = (self.folder / "failures.jsonl").open("ab", buffering=0)
         self._problems: list[tuple[int, Path, Exception]] = []
@@ -193,6 +196,12 @@ class Run:
             steps.setdefault(line["step"], {}).update(line["metrics"])
         table = pd.DataFrame.from_dict(steps, orient="index", dtype=float)
         return table.rename_axis("step").sort_index()
+
+    @cached_property
+    def about(self) -> list[Record]:
+        """Commit, hardware and model of each start; none in runs of older versions."""
+        path = self.folder / provenance.ABOUT
+        return list(run_files.lines(path)) if path.exists() else []
 
     @cached_property
     def failures(self) -> list[Record]:
