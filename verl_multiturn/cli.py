@@ -18,8 +18,10 @@ from typer.core import TyperGroup
 from verl_multiturn.cli_envs import envs, measure_envs, panels
 from verl_multiturn.cli_eval import evaluate
 from verl_multiturn.cli_games import make_alfworld_games
+from verl_multiturn.cli_plan import plan
 from verl_multiturn.cli_run import key_values, play, replay, rescore
 from verl_multiturn.cli_setup import doctor
+from verl_multiturn.cli_table import Launching, table
 
 
 class _Sentences(TyperGroup):
@@ -128,9 +130,10 @@ def view(
     typer.echo(f"wrote {page.path}: {page.trajectories} trajectories, {page.size / 1e6:.1f} MB{without}")
 
 
-for command in (envs, panels, measure_envs, rescore, replay, play, doctor, make_alfworld_games):
+for command in (envs, panels, measure_envs, rescore, replay, play, plan, doctor, make_alfworld_games):
     app.command()(command)
 app.command("eval")(evaluate)
+app.command("table", cls=Launching)(table)
 
 
 def _show(columns: Sequence[str], rows: Iterable[Iterable[object]]) -> None:

@@ -1,0 +1,40 @@
+"""The command plan: memory, seconds and hours of a recipe on GPUs. Registered in `cli`."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def plan(
+    recipe: Annotated[str, typer.Argument(help="See verl-multiturn recipes.")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Hydra overrides, as for the recipe.")
+    ] = None,
+    gpus: Annotated[str, typer.Option(help="Number and kind, such as 4xA100-80G.")] = "1xH100-80G",
+    rates: Annotated[
+        Path | None,
+        typer.Option(help="Recorded run whose turns and lengths are taken; else half the limits."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Numbers, for machines.")] = False,
+) -> None:
+    """Estimate memory per GPU, seconds per step and hours of a recipe; exit code 1 if it does not fit."""
+    import json
+
+    from verl_multiturn.compose import compose
+    from verl_multiturn.configure import prepare
+    from verl_multiturn.planning import recipe as of
+    from verl_multiturn.planning.plan import gpus as read
+    from verl_multiturn.runs import Run
+
+    count, gpu = read(gpus)
+    config = prepare(compose(recipe, overrides or []))
+    found = of.setup(config, count, gpu, Run(rates) if rates else None)
+    if as_json:
+        numbers = of.as_json(found)
+        typer.echo(json.dumps(numbers, indent=2))
+        fits = bool(numbers["fits"])
+    else:
+        fits = of.print_plan(found, assumed=rates is None)
+    if not fits:
+        raise typer.Exit(1)

@@ -1,0 +1,1 @@
+"""The papers' tables with our recorded runs beside them; `published/` holds their numbers."""
