@@ -12,6 +12,7 @@ from verl_multiturn.rescore import rescore
 from verl_multiturn.rollout.episode import anchor_of
 from verl_multiturn.rollout.pool import reset, step
 from verl_multiturn.runs import Run, RunWriter, to_turns
+from verl_multiturn.steps import numbered
 
 GIGPO = {"gamma": 0.9, "step_weight": 0.7, "invalid_penalty": 0.1}
 OWN = """
@@ -89,6 +90,29 @@ def test_the_recorded_algorithm_is_reproduced(run):
     assert found.trajectories == 90
     assert list(found.impossible) == ["turn_gae", "vineppo"] and "no critic" in found.impossible["turn_gae"]
     assert found.names == ["recorded", "gigpo", "grpo", "reinforce", "rloo"]
+
+
+def test_steps_inside_utterances_are_reproduced(tmp_path):
+    """Each turn has two steps; what was recorded is of steps, and their values decide it."""
+    whole = {"multiturn": {"algorithm": "vineppo", "vineppo": {"whiten": True}}}
+    plain = write(tmp_path / "plain", whole, value=0.5, steps=(1,)).trajectories("train", 1)
+    rng = random.Random(2)
+    for turn in (turn for one in plain for turn in one["turns"]):
+        turn |= {"span": [0, 2], "penalty": 0.0, "log_probs": None}
+        turn["steps"] = [{"span": [k, k + 1], "value": rng.random()} for k in range(2)]
+    parts = [one | {"turns": numbered(one["turns"])} for one in plain]
+    numbers = advantages("vineppo", to_turns(parts), whiten=True).astype(np.float32).tolist()
+    for part, number in zip((part for one in parts for part in one["turns"]), numbers, strict=True):
+        part["step"]["advantage"] = number
+    for turn in (turn for one in plain for turn in one["turns"]):
+        turn |= {name: turn["steps"][0][name] for name in ("value", "advantage")}
+    with RunWriter(tmp_path / "run", whole) as writer:
+        writer.metrics(1, {})
+        writer.trajectories("train", 1, plain)
+    found = rescore(Run(tmp_path / "run"), ["vineppo", "rloo"])
+    assert found.reproduction.relative < 1e-6
+    assert len(found.turns) == 2 * sum(len(one["turns"]) for one in plain)
+    assert found.turns.vineppo.to_numpy() != pytest.approx(found.turns.rloo.to_numpy())
 
 
 def test_a_wrong_configuration_is_not_a_reproduction(tmp_path):

@@ -140,6 +140,20 @@ def test_anchor_groups(run):
     assert codes[2] == codes[3] == [2, 3, 2]  # equal anchors of another group are other states
 
 
+def test_steps_of_an_utterance(tmp_path):
+    parts = [
+        {"span": [0, 1], "value": 0.5, "advantage": None},
+        {"span": [1, 2], "value": None, "advantage": 0.25},
+    ]
+    rows = [trajectory(1, turns=1)]
+    rows[0]["turns"][0]["steps"] = parts
+    _, steps = read(build_view(write(tmp_path / "run", {("train", 1): rows})).path)
+    assert steps["train", 1][0]["turns"][0]["steps"] == parts
+    rows[0]["turns"][0]["steps"] = [{"span": [0, 1], "value": "much"}]
+    folder = write(tmp_path / "odd", {("train", 1): rows})
+    sentence(lambda: build_view(folder), "turn 0", "steps")
+
+
 def test_curves(run):
     meta, _ = read(build_view(run, steps=[5]).path)
     train = {point[0]: point[1:] for point in meta["curves"]["success"]["train"]}

@@ -23,7 +23,7 @@ from verl_multiturn.rewards import Normalize
 from verl_multiturn.rollout.episode import check_anchor
 from verl_multiturn.rollout.parsing import ActionFormat
 from verl_multiturn.rollout.prompts import prompt_policy
-from verl_multiturn.rollout.vine import Vine
+from verl_multiturn.rollout.vine_config import Vine
 
 VERL_ALGORITHMS = {"grpo": "grpo", "ppo": "gae", "verl": None}  # name -> verl's adv_estimator
 TOKEN_ALGORITHMS = ("bilevel_gae",)  # ours, with one advantage per token

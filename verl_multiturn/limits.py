@@ -33,6 +33,8 @@ VALUES: dict[str, tuple[type, float]] = {
     "multiturn.information.samples": (int, 1),
     "multiturn.information.rule": (str, 0),
     "multiturn.vine.rollouts": (int, 0),
+    "multiturn.vine.splitter": (str, 0),
+    "multiturn.vine.fixed_tokens": (int, 1),
     "multiturn.vine.root": (str, 0),
     "multiturn.vine.max_states?": (int, 0),
     "multiturn.vine.every": (int, 1),

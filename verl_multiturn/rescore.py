@@ -23,6 +23,7 @@ from verl_multiturn.columns import Floats
 from verl_multiturn.errors import unknown
 from verl_multiturn.run_files import Record
 from verl_multiturn.runs import Run, to_turns
+from verl_multiturn.steps import numbered
 from verl_multiturn.turns import TurnBatch
 
 RECORDED = "recorded"
@@ -43,7 +44,7 @@ class Reproduction:
 
 @dataclass(frozen=True)
 class Rescored:
-    """One row per turn.
+    """One row per turn, or per step of the turns that were cut into steps.
 
     Attributes:
         turns: columns step, group, trajectory, index, recorded and one per algorithm.
@@ -110,6 +111,8 @@ def rescore(
         trajectories = [
             one for one in played if one["turns"] and (split != "train" or one.get("trained", True))
         ]
+        # Where utterances were cut into steps, those had the credit: a row of the table is a step.
+        trajectories = [one | {"turns": numbered(one["turns"])} for one in trajectories]
         turns, count = to_turns(trajectories), count + len(trajectories)
         columns = {RECORDED: _recorded(trajectories)}
         columns |= _score(turns, chosen, impossible)

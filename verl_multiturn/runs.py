@@ -28,6 +28,8 @@ A trajectory is one JSON object:
         reward, anchor   r_t; hex digest of the state the turn started from, or null
         penalty          what training took off the reward (multiturn.format_penalty)
         value, advantage V(s_t) and A_t, or null
+        steps            only where utterances are cut (multiturn.vine.splitter): objects with span, that is
+                         [start, stop) in action_ids, value and advantage; the turn has those of its first
         row, span        which training row it went to; [start, stop) of action_ids in its response
         generate_seconds, env_seconds
 """

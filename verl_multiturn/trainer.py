@@ -27,7 +27,7 @@ from verl_multiturn.filtering import group_filter
 from verl_multiturn.progress import Progress
 from verl_multiturn.rollout.loop import first_prompt
 from verl_multiturn.rollout.rows import Rows, to_records
-from verl_multiturn.rollout.vine import Vine
+from verl_multiturn.rollout.vine_config import Vine
 from verl_multiturn.runs import Run, RunWriter
 from verl_multiturn.survivors import Survivors
 from verl_multiturn.trainer_starpo import StarPOSteps
@@ -274,6 +274,7 @@ class MultiTurnMixin(StarPOSteps):
     def _turn_advantages(self, name: str, rows: Rows, batch: Any, metrics: dict) -> Any:
         fields = ["response_mask"] + (["values"] if self.use_critic else [])
         data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=fields)
+        rows = rows.by_step()
         turns = rows.turns(list(data["values"].unbind()) if self.use_critic else None)
         started = time.perf_counter()
         if name == "vineppo":
@@ -285,7 +286,7 @@ class MultiTurnMixin(StarPOSteps):
         metrics |= run_metrics.of_turns(turns, per_turn, keywords(self.settings) if name == "gigpo" else {})
         if self.use_critic or name == "vineppo":
             for (_, record, _), value in zip(rows.places, turns.value.tolist(), strict=True):
-                record["value"] = value
+                record.get("step", record)["value"] = value
         # A critic over turns learns A + V, the return its advantage was measured against.
         target = per_turn + turns.value if self.use_critic else per_turn
         advantages_, returns = (rows.spread(x, data["response_mask"]) for x in (per_turn, target))

@@ -26,7 +26,7 @@ TURN_FIELDS = (
     ("index", "plain"), ("reward", "number"), ("observation", "text"), ("prompt", "text"), ("text", "text"),
     ("actions", "texts"), ("valid", "flag"), ("anchor", "code"), ("value", "number"), ("advantage", "number"),
     ("row", "plain"), ("span", "plain"), ("generate_seconds", "number"), ("env_seconds", "number"),
-    ("extra", "plain"),
+    ("steps", "plain"), ("extra", "plain"),
 )  # fmt: skip
 NEEDED = ("group", "trajectory", "return", "turns")
 NEEDED_OF_TURN = ("index", "reward")
@@ -173,6 +173,16 @@ def _numbers(value: Any) -> bool:
     return isinstance(value, list) and set(map(type, value)) <= {int, float, type(None)}
 
 
+def _steps(value: Any) -> bool:
+    """Whether these are the steps of an utterance."""
+    return isinstance(value, list) and all(
+        isinstance(step, dict)
+        and _integers(step.get("span"))
+        and all(step.get(name) is None or _is_number(step[name]) for name in ("value", "advantage"))
+        for step in value
+    )
+
+
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float)
 
@@ -184,7 +194,7 @@ def _integers(value: Any) -> bool:
 _CHECKS: dict[str, Callable[[Any], bool]] = {
     "value": _is_number, "advantage": _is_number, "generate_seconds": _is_number, "env_seconds": _is_number,
     "anchor": lambda value: isinstance(value, str | int), "prompt_ids": _integers, "action_ids": _integers,
-    "log_probs": _numbers,
+    "log_probs": _numbers, "steps": _steps,
 }  # fmt: skip
 
 

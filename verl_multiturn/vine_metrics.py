@@ -1,5 +1,6 @@
 """The `multiturn/vine_*` metrics of a VinePPO run: what the values of a step took."""
 
+import math
 from typing import Any
 
 
@@ -8,6 +9,9 @@ def of_vine(sessions: list[dict[str, Any]]) -> dict[str, float]:
 
     Means over the trajectories of a step; `failed_share`, `truncated_share` and `hole_share` are of its
     continuations, of those that came to an end, and of its states; `return_std` is a mean over states.
+    `tokens_share`: tokens of the continuations against those of K for every state, none shared; of what
+    they read, `cached_share` was in the prefix cache (nan: the server does not say). `last_tail_seconds`
+    went by after the step's last trajectory had ended.
     """
     counts = [session["vine"] for session in sessions]
 
@@ -20,5 +24,9 @@ def of_vine(sessions: list[dict[str, Any]]) -> dict[str, float]:
     found["truncated_share"] = total("truncated") / max(1.0, total("rollouts") - total("failed"))
     found["hole_share"] = total("holes") / max(1.0, total("states"))
     spread = sum(count["return_std"] * count["unique_states"] for count in counts)
+    found["tokens_share"] = total("tokens") / max(1.0, total("naive_tokens"))
+    found["cached_share"] = total("cached") / total("read") if total("read") else math.nan
+    ends = [(count["ended"], count["ended"] + count["tail_seconds"]) for count in counts]
+    found["last_tail_seconds"] = max(end for _, end in ends) - max(begin for begin, _ in ends)
     found["return_std"] = spread / max(1.0, total("unique_states"))
     return {f"multiturn/vine_{name}/mean": value for name, value in found.items()}

@@ -1,6 +1,7 @@
 """Rows: what travels through verl comes back as the turns it was made of, in both layouts."""
 
 import copy
+import itertools
 import json
 import random
 from dataclasses import replace
@@ -15,6 +16,8 @@ from hypothesis import strategies as st
 
 import verl_multiturn as vm
 from verl_multiturn.rollout.rows import SIMILARITY, Rows, to_outputs, to_records
+from verl_multiturn.runs import to_turns
+from verl_multiturn.steps import numbered
 from verl_multiturn.turns import Trajectory, Turn, TurnBatch
 
 VECTORS = json.loads((Path(__file__).parents[1] / "data" / "gigpo_vectors.json").read_text())
@@ -295,6 +298,58 @@ def test_records_without_advantages_and_with_an_empty_utterance():
     columns = batch.column("prompts"), batch.column("responses"), None
     trained = to_records(rows, *columns, [row.tolist() for row in spread.unbind()], "train", 1)
     assert [t["advantage"] for t in trained[2]["turns"]] == [1.0, None, 1.0]
+
+
+# ------------------------------------------------------------------ steps inside an utterance
+
+
+def stepped():
+    """The example with every utterance cut in front of its second token; values count all steps up."""
+    found, value = example(), iter(range(1, 99))
+    for one in found:
+        for turn_, detail in zip(one.turns, one.info["details"], strict=True):
+            size = len(turn_.action_ids)
+            bounds = [0, 1, size] if size > 1 else [0, size]
+            spans = itertools.pairwise(bounds)
+            detail["steps"] = [{"span": list(span), "value": float(next(value))} for span in spans]
+    return found
+
+
+@both
+@pytest.mark.parametrize("shuffle", [None, 5])
+def test_credit_by_step(layout, shuffle):
+    """Each token has the number of its step; counts, values, rewards and lengths are those of the steps."""
+    batch = Batch(stepped(), layout, shuffle=shuffle).pad(2, 1)
+    steps = batch.rows.by_step()
+    turns = steps.turns()
+    numbers = by_turn(turns, turns.value.tolist())
+    assert [numbers["a_1", 0, t] for t in range(4)] == [1, 2, 3, 4]
+    assert by_turn(turns, turns.reward.tolist())["a_1", 0, 3] == 1 and turns.reward.sum() == 2.5
+    assert by_turn(turns, turns.tokens.tolist())["a_1", 0, 3] == 2
+    spread = steps.spread(turns.value, batch.mask)
+    for row, marked in zip(spread.unbind(), batch.mask.unbind(), strict=True):
+        assert torch.equal(row != 0, marked != 0)
+    columns = batch.column("prompts"), batch.column("responses"), None
+    records = to_records(batch.rows, *columns, [row.tolist() for row in spread.unbind()], "train", 1)
+    for record in records:
+        for one in record["turns"]:
+            assert "step" not in one and one["value"] == one["steps"][0]["value"]
+            assert one["advantage"] == one["steps"][0]["advantage"]
+            for step in one["steps"]:
+                a, b = step["span"]
+                assert step["advantage"] == (step["value"] if a < b else None)
+                assert spread[batch.keys.index(f"{record['group']}_{record['trajectory']}_{one['row']}")][
+                    one["span"][0] + a : one["span"][0] + b
+                ].tolist() == [step["value"]] * (b - a)
+    again = to_turns([one | {"turns": numbered(one["turns"])} for one in records])
+    for name in ("value", "reward", "tokens", "index"):
+        assert by_turn(again, getattr(again, name).tolist()) == by_turn(turns, getattr(turns, name).tolist())
+
+
+@both
+def test_without_steps_the_rows_are_the_same(layout):
+    rows = Batch(example(), layout).rows
+    assert rows.by_step() is rows
 
 
 # ------------------------------------------------------------------ what must change nothing

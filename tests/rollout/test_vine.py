@@ -19,13 +19,15 @@ from verl_multiturn import configure, doctor_budget, doctor_dead, doctor_recipe
 from verl_multiturn.compose import compose
 from verl_multiturn.env import derive_seed
 from verl_multiturn.exact import exact_values
-from verl_multiturn.rollout import vine as module
+from verl_multiturn.rollout import continuations as module
+from verl_multiturn.rollout.continuations import Vines
 from verl_multiturn.rollout.episode import Episode, Sample, Task
 from verl_multiturn.rollout.layouts import LAYOUTS, Limits
 from verl_multiturn.rollout.parsing import ActionFormat
 from verl_multiturn.rollout.pool import EnvironmentFailure, EnvPool
 from verl_multiturn.rollout.prompts import PromptPolicy, Templates
-from verl_multiturn.rollout.vine import Vine, VineEpisode, Vines
+from verl_multiturn.rollout.vine import VineEpisode
+from verl_multiturn.rollout.vine_config import Vine
 from verl_multiturn.vine_metrics import of_vine
 
 HERE = Path(__file__).parent
@@ -149,9 +151,10 @@ def world(tokens, chat, plan):
     def make(say, env=STEADY, row="turn", env_kwargs=None, form=None, templates=None, **given):
         budgets = {"max_prompt_tokens": 400, "max_response_tokens": 2000, "max_action_tokens": 40}
         budgets |= {name: given.pop(name) for name in (*budgets, "max_turns", "max_actions") if name in given}
+        wrap = given.pop("wrap", "<answer>{}</answer>")
         pool = CountingPool(8, given.pop("timeout", 10.0))
         return World(
-            tokens, chat, lambda call, text: f"<answer>{say(call, text)}</answer>",
+            tokens, chat, lambda call, text: wrap.format(say(call, text)),
             Vine(**({"rollouts": 3, "group": 2} | given)), env, env_kwargs or {}, row, Limits(**budgets),
             form or plan.form, templates or plan.templates, pool,
         )  # fmt: skip
@@ -669,20 +672,153 @@ def test_snapshots_are_freed_once_the_last_rollout_has_begun(world):
     assert left == [0]
 
 
+# ------------------------------------------------------------------ steps inside an utterance
+
+FREE = ActionFormat(None, False)
+three = ("1\n2\n1", "1\n1\n3")  # what two trajectories say in each of their turns
+
+
+def by_line(world, say, row="turn", n=2, **more):
+    """A group on `Lines`, whose utterances are cut into lines."""
+    here = world(say, f"{OURS}:Lines", row=row, wrap="{}", form=FREE, **{"splitter": "line"} | more)
+    return here, here.play(n)
+
+
+def rest(call, text):
+    """A trajectory says its three lines, a rollout goes on with a line "1" and stops, wherever it is."""
+    return three[call.sample] if call.primary else "\n1"
+
+
+def steps_of(trajectory):
+    return [detail["steps"] for detail in trajectory.info["details"]]
+
+
+@both
+def test_a_rollout_goes_on_with_the_very_tokens(world, row):
+    here, found = by_line(world, rest, row)
+    ids = {call.turn: call.prompt for call in here.calls if call.primary and call.sample == 0}
+    newline = here.tokens.encode("\n", add_special_tokens=False)
+    said = found[0].turns[0].action_ids
+    cuts = [i for i, one in enumerate(said) if [one] == newline]
+    assert [one["span"] for one in steps_of(found[0])[0]] == [
+        [0, cuts[0]],
+        [cuts[0], cuts[1]],
+        [cuts[1], len(said)],
+    ]
+    first = Counter(tuple(call.prompt) for call in here.rolled())
+    for t, turn in enumerate(found[0].turns):
+        for cut in cuts:
+            assert first[tuple(ids[t] + turn.action_ids[:cut])] >= 3
+
+
+@both
+def test_states_inside_an_utterance_are_shared_too(world, row):
+    """Both begin with "1": one state behind it; behind the second line they differ."""
+    here, found = by_line(world, rest, row, n=2, max_turns=1)
+    counts = [one.info["vine"] for one in found]
+    assert sum(one["unique_states"] for one in counts) == 3 and [one["states"] for one in counts] == [2, 2]
+    assert len(here.rolled()) == 3 * 3
+    assert steps_of(found[0])[0][1]["value"] == steps_of(found[1])[0][1]["value"]
+
+
+def test_the_environment_has_not_heard_what_is_being_said(world):
+    """A rollout's action is the whole line it went on from, and what it pays is all that is counted."""
+    here, (trajectory, _) = by_line(world, rest, rollouts=200, max_turns=1)
+    a, b = (step["value"] for step in steps_of(trajectory)[0][1:])
+    noise = 3 * 10 * (0.25 / 200) ** 0.5
+    assert a == pytest.approx(2 + 5, abs=noise) and b == pytest.approx(2 + 5, abs=noise)  # 1,1 and 1,2,1
+    assert {turn.action_text for turn in trajectory.turns} == {"1\n2\n1"}
+    assert trajectory.info["vine"]["return_std"] > 4 and here.pool.idle == here.pool.made
+
+
+@both
+def test_turns_behind_an_utterance_are_played_on(world, row):
+    """From inside the first turn of two a rollout has both turns' rewards before it."""
+    _, (trajectory, _) = by_line(world, rest, row, rollouts=100)
+    (_, inner, last), (start, _, _) = steps_of(trajectory)
+    noise = 3 * 10 * (0.5 / 100) ** 0.5
+    assert inner["value"] == pytest.approx(2 + 5 + 1 + 5, abs=noise)
+    assert last["value"] == pytest.approx(2 + 5 + 1 + 5, abs=noise)
+    assert start["value"] == pytest.approx(1 + 5, abs=noise) and start["value"] == trajectory.turns[1].value
+
+
+def test_the_utterances_budget_is_the_rest_of_it(world):
+    """Whoever may write 8 tokens has 8 less those said; the limit is in the key."""
+    here = world(lambda call, text: "1\n" * 20, f"{OURS}:Lines", wrap="{}", form=FREE, splitter="line",
+                 max_action_tokens=8, max_turns=1)  # fmt: skip
+    (trajectory,) = here.play()
+    assert len(trajectory.turns[0].action_ids) == 8 and steps_of(trajectory)[0][-1]["span"][1] == 8
+    for key in ("states", "tokens"):
+        assert trajectory.info["vine"][key] > 0
+    spans = [step["span"] for step in steps_of(trajectory)[0][1:]]
+    assert trajectory.info["vine"]["tokens"] == 3 * sum(8 - start for start, _ in spans)
+
+
+def test_which_steps_get_rollouts(world):
+    """`every` and `max_states` count steps through all turns."""
+    _, (trajectory, _) = by_line(world, rest, every=2, max_states=4)
+    known = [[np.isfinite(step["value"]) for step in steps] for steps in steps_of(trajectory)]
+    assert known == [[False, False, True], [False, True, False]]
+    _, (whole, _) = by_line(world, rest, splitter="none")
+    assert np.isnan(values(whole)).all() and "steps" not in whole.info["details"][0]
+    assert whole.info["vine"]["states"] == 0
+
+
+def test_fixed_tokens(world):
+    _, (trajectory, _) = by_line(world, rest, splitter="fixed_tokens", fixed_tokens=2, max_turns=1)
+    assert [step["span"] for step in steps_of(trajectory)[0]] == [[0, 2], [2, 4], [4, 6]]
+
+
+@both
+def test_values_inside_an_utterance_are_within_their_error_of_the_exact_ones(world, row):
+    """Each of 4 lines is "1" with its probability, all of them pay 1; what was said so far is all "1"."""
+    P, K = [0.9, 0.8, 0.85, 0.7], 400
+
+    def say(call, text):
+        said = text.rsplit("assistant\n", 1)[-1].split("\n") if "assistant\n" in text else [""]
+        done = sum(line == "1" for line in said)
+        rng = random.Random(call.seed)
+        lines = ["1" if call.primary or rng.random() < p else "0" for p in P[done:]]
+        return ("\n" if done else "") + "\n".join(lines)
+
+    here = world(say, f"{OURS}:AllLines", row, wrap="{}", form=FREE, splitter="line", rollouts=K,
+                 root="rollouts")  # fmt: skip
+    (trajectory,) = here.play()
+    exact = np.cumprod(P[::-1])[::-1]
+    found = np.array([step["value"] for step in steps_of(trajectory)[0]])
+    assert len(found) == 4 and np.all(np.abs(found - exact) < 3 * np.sqrt(exact * (1 - exact) / K))
+    A = vm.vine_advantages([0, 0, 0, 1], found)
+    assert A.sum() == pytest.approx(1 - found[0])
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"splitter": "lines"}, "unknown value of multiturn.vine.splitter 'lines'; .* Did you mean 'line'"),
+        ({"splitter": "line", "gamma": 0.9}, "gamma=0.9 discounts from turn to turn, and .*splitter=line"),
+    ],
+)
+def test_contradictory_splitters(settings, words):
+    with pytest.raises(ValueError, match=words):
+        Vine(**settings)
+
+
 def test_metrics():
     count = {
         "states": 4, "holes": 1, "unique_states": 3, "rollouts": 9, "failed": 3, "mismatches": 2, "turns": 20,
         "tokens": 100, "truncated": 3, "return_std": 0.5, "error": "x", "tail_seconds": 2.0,
+        "naive_tokens": 400, "read": 50, "cached": 40, "ended": 10.0,
     }  # fmt: skip
     nothing = dict.fromkeys(count, 0)
-    found = of_vine([{"vine": count}, {"vine": nothing}])
+    found = of_vine([{"vine": count}, {"vine": nothing | {"ended": 11.0}}])
     expected = {
         "states": 2, "unique_states": 1.5, "rollouts": 4.5, "failed": 1.5, "mismatches": 1, "turns": 10,
         "tokens": 50, "tail_seconds": 1, "failed_share": 1 / 3, "truncated_share": 0.5, "hole_share": 0.25,
-        "return_std": 0.5,
+        "return_std": 0.5, "tokens_share": 0.25, "cached_share": 0.8, "last_tail_seconds": 1,
     }  # fmt: skip
     assert found == pytest.approx({f"multiturn/vine_{name}/mean": one for name, one in expected.items()})
-    assert set(of_vine([{"vine": nothing}]).values()) == {0.0}
+    empty = of_vine([{"vine": nothing}])
+    assert np.isnan(empty.pop("multiturn/vine_cached_share/mean")) and set(empty.values()) == {0.0}
 
 
 # ------------------------------------------------------------------ as verl calls it

@@ -62,6 +62,27 @@ class Watched(Steady):
         super().restore(s.state, seed)
 
 
+class Lines(Steady):
+    """Each turn pays how many of its lines are "1"; its noise decides whether 10 more; nothing ends it."""
+
+    max_turns = 2
+
+    def _step(self, action):
+        _, _, terminated, info = super()._step(action)
+        reward = float(sum(line.strip() == "1" for line in action.splitlines()))
+        return f"told {len(self.told)}", reward + 10 * (self.noise.random() < 0.5), terminated, info
+
+
+class AllLines(Steady):
+    """One turn, which pays 1 where all of its lines are "1"."""
+
+    max_turns = 1
+
+    def _step(self, action):
+        super()._step(action)
+        return "over", float(set(action.split("\n")) == {"1"}), True, {}
+
+
 class Taken:
     """What `Watched` takes."""
 

@@ -187,8 +187,14 @@ class Episode:
     async def before_turn(self, env: Any, view: View, seen: Observed, prompt: NextPrompt) -> None:
         """For subclasses: called before each turn, with what the policy is about to read."""
 
+    async def after_speaking(
+        self, env: Any, view: View, seen: Observed, prompt: NextPrompt, ids: list[int], text: str
+    ) -> None:
+        """For subclasses: called with each utterance, before the environment acts on it."""
+
     async def _turn(self, env: Any, view: View, before: Observed, prompt: NextPrompt) -> Observed:
         text, sample, generate_seconds = await self._speak(prompt.ids)
+        await self.after_speaking(env, view, before, prompt, sample.ids, text)
         parsed = parse(text, self.form)
         # Without a valid action the environment is told so: it decides what an idle turn costs.
         actions = (parsed.actions or ("",))[: self._actions_left()]
@@ -233,11 +239,12 @@ class Episode:
     def _actions_left(self) -> int | None:
         return None if self.limits.max_actions is None else self.limits.max_actions - self.acted
 
-    async def _speak(self, prompt_ids: list[int]) -> tuple[str, Sample, float]:
+    async def _speak(self, prompt_ids: list[int], spent: int = 0) -> tuple[str, Sample, float]:
+        """Sample an utterance of which `spent` tokens are said already."""
         seed = self.task.sampling_seed
         seed = None if seed is None else derive_seed(seed, len(self.turns)) % 2**31
         started = time.perf_counter()
-        sample = await self.generate(prompt_ids, self.limits.max_action_tokens, seed)
+        sample = await self.generate(prompt_ids, self.limits.max_action_tokens - spent, seed)
         return self.decode(sample.ids), sample, time.perf_counter() - started
 
     def _trajectory(self, seen: Observed, cut: str | None, instruction: str, seconds: float) -> Trajectory:

@@ -17,13 +17,15 @@ from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopOutp
 from verl_multiturn.compose import plain
 from verl_multiturn.env import derive_seed
 from verl_multiturn.panel import Panel
+from verl_multiturn.rollout.continuations import Vines
 from verl_multiturn.rollout.episode import Episode, Sample, Task
 from verl_multiturn.rollout.layouts import LAYOUTS, Limits
 from verl_multiturn.rollout.parsing import ActionFormat
 from verl_multiturn.rollout.pool import EnvPool
 from verl_multiturn.rollout.prompts import Messages, Prompt, PromptPolicy, View, prompt_policy
 from verl_multiturn.rollout.rows import to_outputs
-from verl_multiturn.rollout.vine import Vine, VineEpisode, Vines
+from verl_multiturn.rollout.vine import VineEpisode
+from verl_multiturn.rollout.vine_config import Vine
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopO
 
 from verl_multiturn.filtering import Member
 from verl_multiturn.rewards import Normalize, per_turn, trained_reward
+from verl_multiturn.steps import by_step
 from verl_multiturn.turns import Trajectory, TurnBatch
 
 SIMILARITY = "anchor_text"
@@ -126,6 +127,8 @@ def _lay_out(
             **{name: detail[name] for name in ("dropped_turns", "dropped_actions")},
             **{name: detail[name] for name in ("generate_seconds", "env_seconds")},
         }
+        if "steps" in detail:
+            record["steps"] = detail["steps"]
         if keep_text:
             record[SIMILARITY] = detail["observation"]
         records.append(record)
@@ -191,6 +194,33 @@ class Rows:
             for row, fields in zip(self.real, self.fields, strict=True)
             for record in fields["turns"]
         ]
+
+    def by_step(self) -> "Rows":
+        """The same rows with a record per step where utterances were cut into steps (`steps.by_step`)."""
+        if not any("steps" in record for _, record, _ in self.places):
+            return self
+        sizes: dict[str, dict[int, int]] = defaultdict(dict)  # of a session: turn -> steps
+        for row, record, _ in self.places:
+            sizes[self._session(row)][record["index"]] = len(by_step(record))
+
+        def first(row: int, turn: dict[str, Any]) -> int:
+            return sum(n for t, n in sizes[self._session(row)].items() if t < turn["index"])
+
+        fields = [
+            one
+            | {
+                "turns": [
+                    part | {"index": first(row, turn) + i}
+                    for turn in one["turns"]
+                    for i, part in enumerate(by_step(turn))
+                ]
+            }
+            for row, one in zip(self.real, self.fields, strict=True)
+        ]
+        return Rows(self.keys, self.real, fields)
+
+    def _session(self, row: int) -> str:
+        return self.keys[row].rsplit("_", 1)[0]
 
     def spread(self, per_turn: np.ndarray, mask: torch.Tensor) -> torch.Tensor:
         """Give each token of an utterance its turn's number; 0 on all other tokens and on padding.
@@ -299,15 +329,18 @@ def to_records(
         start, stop = record["span"]
         new = list(prompts[row]) if start == 0 else list(responses[row][start - record["glue"] : start])
         kept = {name: value for name, value in record.items() if name not in ("glue", SIMILARITY)}
+        credit = None if advantages is None else advantages[row]
+        if steps := record.get("steps"):
+            record = record | {"value": steps[0]["value"]}
+            kept["steps"] = [_credit(step, step["span"], start, credit) for step in steps]
         whole["turns"].append(
             {
                 **kept,
-                "value": None if np.isnan(record["value"]) else record["value"],
                 "prompt_ids": new,
                 "action_ids": list(responses[row][start:stop]),
                 "log_probs": None if log_probs is None else list(log_probs[row][start:stop]),
-                "advantage": None if advantages is None or stop == start else float(advantages[row][start]),
                 "row": int(number),
+                **_credit(record, record["span"], 0, credit),
             }
         )
     return list(trajectories.values())
@@ -316,3 +349,15 @@ def to_records(
 def _session(rows: Rows, row: int) -> tuple[str, int]:
     uid, sample, _ = rows.keys[row].rsplit("_", 2)
     return uid, int(sample)
+
+
+def _credit(
+    record: dict[str, Any], span: list[int], offset: int, credit: Sequence[float] | None
+) -> dict[str, Any]:
+    """Span, value and advantage of a turn or a step, as they are recorded."""
+    start, stop = span
+    return {
+        "span": span,
+        "value": None if np.isnan(record["value"]) else record["value"],
+        "advantage": None if credit is None or stop == start else float(credit[offset + start]),
+    }

@@ -67,7 +67,8 @@ function loadStep(n) {
     if (!data.groups.has(one.group)) data.groups.set(one.group, []);
     data.groups.get(one.group).push(one);
     one.turns.forEach((turn, t) => {
-      data.scale = Math.max(data.scale, Math.abs(turn.advantage || 0));
+      for (const part of [turn, ...(turn.steps || [])])
+        data.scale = Math.max(data.scale, Math.abs(part.advantage || 0));
       if (turn.anchor === null) return;
       if (!data.anchors.has(turn.anchor)) data.anchors.set(turn.anchor, []);
       data.anchors.get(turn.anchor).push([one, t]);

@@ -85,6 +85,7 @@ function turnsOf(state, data, one, openTurn) {
       ),
       seen(turn, tokens),
       utterance(turn, tokens, state.split),
+      (turn.steps || []).map((step) => stepCredit(step, data.scale)),
       footer(turn),
     );
   });
@@ -92,6 +93,17 @@ function turnsOf(state, data, one, openTurn) {
 
 const quantity = (name, value, title) =>
   h("span", { class: "quantity", title }, h("i", {}, name), " ", h("b", {}, value));
+
+// Where an utterance was cut into steps, each has a value and an advantage of its own.
+const stepCredit = (step, scale) =>
+  h(
+    "div",
+    { class: "credit" },
+    quantity("tokens", step.span.join("–"), "first token of the step, and the first behind it"),
+    step.value === null ? null : quantity("V", number(step.value), "value of the state before the step"),
+    quantity("A", step.advantage === null ? "absent" : number(step.advantage, true), "advantage"),
+    step.advantage === null ? null : bar(step.advantage, scale),
+  );
 
 // A diverging bar: its middle is 0, its ends the largest |A| of the step.
 function bar(value, scale) {

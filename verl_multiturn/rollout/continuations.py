@@ -1,0 +1,170 @@
+"""Continuations: what is played on from a state to see what it is worth, and who shares it.
+
+A state is the exact tokens that were read (and, inside an utterance, already said), a snapshot of the
+environment, and the budgets that are left. Its value is the mean return of what is played from there.
+"""
+
+import asyncio
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from verl_multiturn.rollout.episode import MOST_ERROR, Episode, Sample
+from verl_multiturn.rollout.layouts import NextPrompt
+from verl_multiturn.rollout.observed import restore
+from verl_multiturn.rollout.pool import EnvironmentFailure, Observed
+from verl_multiturn.rollout.prompts import View
+from verl_multiturn.rollout.vine_config import Vine
+from verl_multiturn.turns import Trajectory
+
+Key = tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How one continuation ended; `error` says what kept it from its end."""
+
+    value: float = math.nan  # Σ_j γ^j r_{t+j}, penalties taken off
+    turns: int = 0
+    tokens: int = 0  # that the policy wrote
+    read: int = 0  # tokens of its prompts, where the server says how many were cached
+    cached: int = 0  # of those
+    truncated: bool = False
+    error: str = ""
+    mismatch: bool = False  # the error: a replay showed something else than before
+
+
+class ReplayMismatch(EnvironmentFailure):
+    """A snapshot that is replayed shows something else than before."""
+
+
+@dataclass
+class Continuation(Episode):
+    """A trajectory played on from a snapshot; `turns` begins with those that led there."""
+
+    taken: Any = field(kw_only=True)  # the snapshot; freed once it is restored
+    seed: int = field(kw_only=True)
+    view: View = field(kw_only=True)
+    seen: Observed = field(kw_only=True)
+    prompt: NextPrompt = field(kw_only=True)
+    said: list[int] = field(kw_only=True)  # the utterance so far
+    read: int = 0
+    cached: int = 0
+
+    @property
+    def where(self) -> str:
+        """See `Episode.where`."""
+        return f"{super().where}, a rollout"
+
+    async def _play(self, env: Any) -> Trajectory:
+        call = f"{self.where}: restore to turn {len(self.turns)}"
+        problem = await self.pool.call(env, call, restore, self.taken, self.seed)
+        self.taken = None
+        if problem is not None:
+            raise ReplayMismatch(f"{call}: {problem}")
+        seen, cut = await self._go_on(env, self.view, self.seen, self.prompt)
+        return self._trajectory(seen, cut, self.view.instruction, 0.0)
+
+    async def _speak(self, prompt_ids: list[int], spent: int = 0) -> tuple[str, Sample, float]:
+        """The first utterance begins with what was said; only its rest is sampled."""
+        said, self.said = self.said, []
+        text, sample, seconds = await super()._speak([*prompt_ids, *said], len(said))
+        if (cached := sample.extra.get("num_cached_tokens")) is not None:
+            self.read, self.cached = self.read + len(prompt_ids) + len(said), self.cached + cached
+        if said:
+            sample = Sample([*said, *sample.ids], None, sample.extra)
+            text = self.decode(sample.ids)
+        return text, sample, seconds
+
+    async def outcome(self, settings: Vine) -> Outcome:
+        """Play, whatever becomes of it."""
+        begun, written = len(self.turns), -len(self.said)
+        try:
+            trajectory = await self.play()
+        except Exception as error:
+            # As text: a traceback would keep the snapshot.
+            text = f"{type(error).__name__}: {error}"[:MOST_ERROR]
+            return Outcome(error=text, mismatch=isinstance(error, ReplayMismatch))
+        turns = trajectory.turns[begun:]
+        rewards = [turn.reward - (0.0 if turn.valid else settings.penalty) for turn in turns]
+        value = sum(settings.gamma**j * r for j, r in enumerate(rewards))
+        written += sum(len(turn.action_ids) for turn in turns)
+        return Outcome(value, len(turns), written, self.read, self.cached, trajectory.truncated)
+
+
+@dataclass
+class Rollouts:
+    """The continuations of one state, for every trajectory that comes through it."""
+
+    make: Callable[[int], Continuation] | None  # the k-th; None, and the snapshot freed, once all are made
+    count: int
+    task: asyncio.Task[list[Outcome]] | None = None  # None: not begun
+    holders: int = 0  # trajectories that wait for them
+    counted: bool = False  # in the numbers of one of them
+
+    def begin(self, vines: "Vines") -> asyncio.Task[list[Outcome]]:
+        """Start them, unless that was done; what they come to is the task's result."""
+        if self.task is None:
+            self.task = asyncio.create_task(self._play(vines))
+        return self.task
+
+    async def _play(self, vines: "Vines") -> list[Outcome]:
+        assert self.make is not None
+        made, self.make = [self.make(k) for k in range(self.count)], None
+
+        async def one(place: int) -> Outcome:
+            # Before it takes an environment: trajectories themselves must never wait for continuations.
+            async with vines.free:
+                return await made[place].outcome(vines.settings)
+
+        async with asyncio.TaskGroup() as together:
+            tasks = [together.create_task(one(place)) for place in range(len(made))]
+        return [task.result() for task in tasks]
+
+    @property
+    def outcomes(self) -> list[Outcome]:
+        """Of all, once all have ended."""
+        return [] if self.task is None else self.task.result()
+
+    @property
+    def returns(self) -> list[float]:
+        """Of those that were played to their end."""
+        return [outcome.value for outcome in self.outcomes if not outcome.error]
+
+    @property
+    def value(self) -> float:
+        """V(s); nan, a hole, where none was played to its end."""
+        return float(np.mean(self.returns)) if self.returns else math.nan
+
+
+@dataclass
+class Group:
+    """The states that the trajectories of a prompt have come through."""
+
+    sessions: int = 0
+    states: dict[Key, Rollouts] = field(default_factory=dict)
+
+
+class Vines:
+    """What the trajectories of a rollout worker share: one limit for all, and a `Group` for each prompt."""
+
+    def __init__(self, settings: Vine) -> None:
+        self.settings = settings
+        self.free = asyncio.Semaphore(settings.max_inflight)
+        self.groups: dict[str, Group] = {}
+
+    @contextmanager
+    def group(self, uid: str) -> Iterator[Group]:
+        """The group of a prompt; it is forgotten with the last of its trajectories, however that ends."""
+        group = self.groups.setdefault(uid, Group())
+        group.sessions += 1
+        try:
+            yield group
+        finally:
+            group.sessions -= 1
+            if not group.sessions:
+                del self.groups[uid]
