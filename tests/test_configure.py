@@ -1,6 +1,7 @@
 """What a run is refused for, each in one sentence, and that every recipe composes and is complete."""
 
 import copy
+import json
 import os
 import shlex
 import shutil
@@ -236,14 +237,25 @@ def test_a_recipe_of_ones_own_runs(mine, capsys):
 # ------------------------------------------------------------------ what is accepted
 
 
+@pytest.fixture(scope="module")
+def problems(tmp_path_factory):
+    """A file with problems that GSM8K's rule and MATH's can both grade."""
+    path = tmp_path_factory.mktemp("problems") / "problems.jsonl"
+    lines = [{"question": f"{n}?", "answer": rf"$\boxed{{{n}}}$\n#### {n}"} for n in range(400)]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
 @pytest.mark.parametrize("hardware", [[], [CPU]], ids=["gpu", "cpu"])
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_every_recipe_is_complete(recipe, hardware, capsys, monkeypatch, tmp_path, alfworld_games):
+def test_every_recipe_is_complete(recipe, hardware, capsys, monkeypatch, tmp_path, alfworld_games, problems):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("ALFWORLD_DATA", str(alfworld_games))
-    small = [f"multiturn.train.size={256 if recipe.endswith('_search') else 32}"]
+    small = [f"multiturn.train.size={256 if recipe.endswith(('_search', '_gsm8k', '_math')) else 32}"]
     if recipe.endswith("_alfworld"):
         small += ["multiturn.env_kwargs.data=benchmark"]  # on the CPU too: thousands of games take a minute
+    if recipe.endswith(("_gsm8k", "_math")) and not hardware:
+        small += [f"multiturn.env_kwargs.file={problems}"]
     assert main.main(["--config-name", recipe, *hardware, *small, "--dry-run"]) == 0, capsys.readouterr().err
     out = capsys.readouterr().out
     row = list_recipes()[recipe]
