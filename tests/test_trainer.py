@@ -223,7 +223,7 @@ def test_vineppo_reads_recorded_values_and_fills_the_roots(trainer, queue):
     vine = dict.fromkeys(
         ("states", "holes", "unique_states", "rollouts", "failed", "mismatches", "turns", "tokens"), 2
     )
-    vine |= {"naive_tokens": 8, "read": 4, "cached": 1, "ended": 0.0}
+    vine |= {"skipped_states": 0, "naive_tokens": 8, "read": 4, "cached": 1, "ended": 0.0}
     vine |= {"truncated": 0, "return_std": 0.5, "tail_seconds": 0.0}
     won, lost = (trajectory(ret, success=bool(ret)) | {"vine": vine} for ret in (1.0, 0.0))
     rows = {

@@ -15,7 +15,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import verl_multiturn as vm
-from verl_multiturn.algorithms.vineppo import VinePPOConfig, sibling_root, whiten, with_sibling_roots
+from verl_multiturn.algorithms.vineppo import (
+    VinePPOConfig,
+    kl_coefficient,
+    sibling_root,
+    whiten,
+    with_sibling_roots,
+)
 from verl_multiturn.columns import factorise, keys
 from verl_multiturn.exact import exact_values
 from verl_multiturn.stats import wilson
@@ -32,6 +38,42 @@ def vector(start):
 
 def close(actual, expected):
     np.testing.assert_allclose(actual, expected, rtol=0, atol=1e-12)
+
+
+# --- The coefficient of the KL ---
+
+
+def test_vector_13_the_papers_kl_with_verls_aggregation():
+    """1e-4 on sums over responses is 1e-4 times their mean length on verl's mean over tokens."""
+    torch = pytest.importorskip("torch")
+    from verl.trainer.ppo.core_algos import agg_loss, kl_penalty
+
+    k3 = vector("V13")["k3"]
+    mask = torch.tensor([[1.0, 1, 1, 1], [1, 0, 0, 0]])
+    x = torch.tensor([[root(one) for one in row] for row in k3], dtype=torch.float64)
+    kl = kl_penalty(torch.zeros_like(x), x, "low_var_kl")
+    assert kl.flatten().tolist() == pytest.approx(np.ravel(k3).tolist(), abs=1e-9)
+    mean = agg_loss(kl, mask.double(), "token-mean")
+    assert float(mean) == pytest.approx(vector("V13")["token_mean"])
+    found = kl_coefficient(1e-4, mask.sum(1).int().tolist())
+    assert found == pytest.approx(1e-4 * vector("V13")["ratio_is_mean_len"])
+    assert found * float(mean) == pytest.approx(vector("V13")["loss"])
+    assert float((kl * mask).sum(1).mean()) == pytest.approx(vector("V13")["seq_sum_then_mean"])
+
+
+def root(k):
+    """x >= 0 with e^x - x - 1 = k."""
+    low, high = 0.0, 10.0
+    for _ in range(100):
+        middle = (low + high) / 2
+        low, high = (middle, high) if np.exp(middle) - middle - 1 < k else (low, middle)
+    return low
+
+
+def test_a_coefficient_needs_lengths():
+    for lengths in ([], [3, -1]):
+        with pytest.raises(ValueError, match="lengths must be of one response"):
+            kl_coefficient(1e-4, lengths)
 
 
 # --- Advantages of one trajectory ---

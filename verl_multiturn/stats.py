@@ -29,7 +29,7 @@ class Difference(NamedTuple):
     p: float
 
 
-def wilson(k: int, n: int, z: float = 1.96) -> Interval:
+def wilson(k: float, n: int, z: float = 1.96) -> Interval:
     """Score interval of a success rate: k of n.
 
     (p + z²/2n ± z sqrt(p(1-p)/n + z²/4n²)) / (1 + z²/n), p = k/n; never outside [0, 1], sound at k

@@ -74,6 +74,9 @@ class MultiTurnMixin(StarPOSteps):
                 f"{self.settings.run} is trained to step {self.global_steps} already: raise "
                 "trainer.total_training_steps, or name another folder in multiturn.run"
             )
+        if self.settings.algorithm == "vineppo":
+            for sentence in self._vine().biased:
+                self.progress.note(sentence)
         self._size_mini_batches("actor", self.actor_rollout_wg, "update_actor")
         if self.use_critic:
             self._size_mini_batches("critic", self.critic_wg, "train_mini_batch")
@@ -271,6 +274,9 @@ class MultiTurnMixin(StarPOSteps):
         metrics["multiturn/record_seconds/mean"] = time.perf_counter() - started
         return batch
 
+    def _vine(self) -> Vine:
+        return Vine.of(plain(self.settings), self.config.actor_rollout_ref.rollout.n)
+
     def _turn_advantages(self, name: str, rows: Rows, batch: Any, metrics: dict) -> Any:
         fields = ["response_mask"] + (["values"] if self.use_critic else [])
         data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=fields)
@@ -278,7 +284,7 @@ class MultiTurnMixin(StarPOSteps):
         turns = rows.turns(list(data["values"].unbind()) if self.use_critic else None)
         started = time.perf_counter()
         if name == "vineppo":
-            vine = Vine.of(plain(self.settings), self.config.actor_rollout_ref.rollout.n)
+            vine = self._vine()
             turns = with_sibling_roots(turns, vine.gamma, self.settings.vineppo.lam, vine.pooled)
             metrics |= of_vine(list(rows.sessions().values()))
         per_turn = advantages(name, turns, **keywords(self.settings))

@@ -18,7 +18,17 @@ def of_vine(sessions: list[dict[str, Any]]) -> dict[str, float]:
     def total(name: str) -> float:
         return float(sum(count[name] for count in counts))
 
-    names = ("states", "unique_states", "rollouts", "failed", "mismatches", "turns", "tokens", "tail_seconds")
+    names = (
+        "states",
+        "unique_states",
+        "skipped_states",
+        "rollouts",
+        "failed",
+        "mismatches",
+        "turns",
+        "tokens",
+        "tail_seconds",
+    )
     found = {name: total(name) / max(1, len(counts)) for name in names}
     found["failed_share"] = total("failed") / max(1.0, total("rollouts"))
     found["truncated_share"] = total("truncated") / max(1.0, total("rollouts") - total("failed"))

@@ -803,18 +803,104 @@ def test_contradictory_splitters(settings, words):
         Vine(**settings)
 
 
+# ------------------------------------------------------------------ savers that are biased
+
+
+def test_a_horizon_ends_rollouts(world):
+    """Two turns of the six: their rewards are all that counts."""
+    here = world(always("1"), horizon=2)
+    (trajectory,) = here.play()
+    assert values(trajectory)[1:] == [2, 2, 2, 2, 1] and len(here.rolled()) == 3 * (2 + 2 + 2 + 2 + 1)
+    _, (inner, _) = by_line(world, rest, horizon=1, max_turns=2, rollouts=100)
+    assert steps_of(inner)[0][1]["value"] == pytest.approx(2 + 5, abs=3 * 10 * (0.25 / 100) ** 0.5)
+
+
+def test_states_between_two_that_agree_are_left_out(world):
+    """No chance anywhere: what is paid between the ends is all that their values differ by."""
+    here = world(always("1"), select="bisect")
+    (trajectory,) = here.play()
+    np.testing.assert_equal(values(trajectory), [np.nan, 5, np.nan, np.nan, np.nan, 1])
+    assert len(here.rolled()) == 3 * (5 + 1)
+    counts = trajectory.info["vine"]
+    assert (counts["skipped_states"], counts["states"], counts["holes"]) == (3, 2, 0)
+    A = vm.vine_advantages(rewards(trajectory), [6, *values(trajectory)[1:]])
+    assert A == pytest.approx([0] * 6)
+
+
+def test_states_around_a_change_are_found(world):
+    """Rollouts pay 1 in the last two turns, the trajectory never does."""
+
+    def say(call, text):
+        told = text.count("'") // 2 if "told" in text else 0
+        return "1" if not call.primary and told >= 4 else "0"
+
+    (trajectory,) = world(say, select="bisect").play()
+    np.testing.assert_equal(values(trajectory), [np.nan, 2, np.nan, 2, 2, 1])
+
+
+@both
+def test_groups_that_agree_are_skipped(world, row):
+    for words, rolled in ((("1", "1"), 0), (("1", "2"), 3 * 15 * 2)):
+        here = world(
+            lambda call, text, words=words: words[call.sample] if call.primary else "7",
+            row=row,
+            agreeing_groups="skip",
+        )
+        found = here.play(2)
+        assert len(here.rolled()) == rolled
+        assert sum(one.info["vine"]["skipped_states"] for one in found) == (0 if rolled else 10)
+        assert np.isnan(values(found[0])[1:]).all() == (not rolled)
+
+
+def test_a_group_of_survivors_is_not_waited_for(world):
+    """One of two fails: the other has nobody to agree with, and its values."""
+    here = world(lambda call, text: "raise" if call.primary and call.sample == 0 else "1", f"{ODD}:Odd",
+                 agreeing_groups="skip", max_turns=3)  # fmt: skip
+    failed, trajectory = asyncio.run(here.go(2))
+    assert isinstance(failed, EnvironmentFailure) and values(trajectory)[1:] == [2, 1]
+
+
+@pytest.mark.parametrize("split", [True, False])
+def test_more_rollouts_where_few_do_not_agree(world, split):
+    """The last of two turns: three rollouts agree in one case; else eight new ones decide, or all eleven."""
+
+    def play(paid):
+        drawn = iter(paid)
+        here = world(lambda call, text: "1" if call.primary else next(drawn), max_turns=2, rollouts=8,
+                     adaptive=3, split_samples=split)  # fmt: skip
+        (trajectory,) = here.play()
+        return values(trajectory)[1], len(here.rolled())
+
+    assert play("111") == (1, 3) and play("000") == (0, 3)
+    assert play("011" + "1" * 8) == (1 if split else 10 / 11, 11)
+    assert play("222" + "2" * 8) == (2, 11)  # not in [0, 1]: nothing is known of such an interval
+
+
+def test_what_is_biased_is_said():
+    assert Vine().biased == [] and not Vine().later
+    said = " ".join(Vine(horizon=3, select="bisect", agreeing_groups="skip", adaptive=2).biased)
+    assert all(f"multiturn.vine.{key} is biased" in said
+               for key in ("horizon=3", "select=bisect", "agreeing_groups=skip", "adaptive=2"))  # fmt: skip
+    with pytest.raises(ValueError, match="root=both weighs K rollouts"):
+        Vine(adaptive=2, root="both")
+    with pytest.raises(ValueError, match=r"unknown value of multiturn\.vine\.select 'bisection'"):
+        Vine(select="bisection")
+
+
 def test_metrics():
     count = {
         "states": 4, "holes": 1, "unique_states": 3, "rollouts": 9, "failed": 3, "mismatches": 2, "turns": 20,
         "tokens": 100, "truncated": 3, "return_std": 0.5, "error": "x", "tail_seconds": 2.0,
         "naive_tokens": 400, "read": 50, "cached": 40, "ended": 10.0,
+        "skipped_states": 6,
     }  # fmt: skip
     nothing = dict.fromkeys(count, 0)
     found = of_vine([{"vine": count}, {"vine": nothing | {"ended": 11.0}}])
     expected = {
         "states": 2, "unique_states": 1.5, "rollouts": 4.5, "failed": 1.5, "mismatches": 1, "turns": 10,
         "tokens": 50, "tail_seconds": 1, "failed_share": 1 / 3, "truncated_share": 0.5, "hole_share": 0.25,
-        "return_std": 0.5, "tokens_share": 0.25, "cached_share": 0.8, "last_tail_seconds": 1,
+        "return_std": 0.5, "skipped_states": 3, "tokens_share": 0.25, "cached_share": 0.8,
+        "last_tail_seconds": 1,
     }  # fmt: skip
     assert found == pytest.approx({f"multiturn/vine_{name}/mean": one for name, one in expected.items()})
     empty = of_vine([{"vine": nothing}])

@@ -187,6 +187,23 @@ def whiten(
     return out
 
 
+def kl_coefficient(coefficient: float, lengths: Column) -> float:
+    """What `coefficient` on a KL summed over each response is on a KL that is a mean over all tokens.
+
+        c · 1/N Σ_i Σ_t k_{it}  =  (c · 1/N Σ_i T_i) · Σ_i Σ_t k_{it} / Σ_i T_i
+
+    The paper has c = 1e-4 on sums; verl aggregates the KL as it does the loss (token-mean).
+
+    Args:
+        coefficient: c.
+        lengths: (N,), T_i, trained tokens of each response.
+    """
+    T = ints("lengths", lengths, len(lengths))
+    if not len(T) or (T < 0).any():
+        raise ValueError("lengths must be of one response at least, and none negative.")
+    return float(coefficient * T.mean())
+
+
 def _followed(turns: TurnBatch, gamma: float, lam: float) -> Floats:
     """What V(s_t) is compared with: the rewards up to the next known value, and that value. -> (N,)."""
     x = np.zeros(len(turns))

@@ -103,6 +103,7 @@ class Rollouts:
     make: Callable[[int], Continuation] | None  # the k-th; None, and the snapshot freed, once all are made
     count: int
     task: asyncio.Task[list[Outcome]] | None = None  # None: not begun
+    used: list[Outcome] = field(default_factory=list)  # for the value, once all have ended
     holders: int = 0  # trajectories that wait for them
     counted: bool = False  # in the numbers of one of them
 
@@ -113,16 +114,30 @@ class Rollouts:
         return self.task
 
     async def _play(self, vines: "Vines") -> list[Outcome]:
-        assert self.make is not None
-        made, self.make = [self.make(k) for k in range(self.count)], None
+        settings, first = vines.settings, list[Outcome]()
+        if settings.adaptive is not None:
+            first = self.used = await self._some(vines, range(settings.adaptive), last=False)
+            if settings.sure(self.returns):
+                self.make = None
+                return first
+        start = len(first)
+        more = await self._some(vines, range(start, start + self.count), last=True)
+        self.used = more if settings.split_samples else first + more
+        return first + more
 
-        async def one(place: int) -> Outcome:
+    async def _some(self, vines: "Vines", numbers: range, last: bool) -> list[Outcome]:
+        assert self.make is not None
+        made = [self.make(k) for k in numbers]
+        if last:
+            self.make = None
+
+        async def one(continuation: Continuation) -> Outcome:
             # Before it takes an environment: trajectories themselves must never wait for continuations.
             async with vines.free:
-                return await made[place].outcome(vines.settings)
+                return await continuation.outcome(vines.settings)
 
         async with asyncio.TaskGroup() as together:
-            tasks = [together.create_task(one(place)) for place in range(len(made))]
+            tasks = [together.create_task(one(continuation)) for continuation in made]
         return [task.result() for task in tasks]
 
     @property
@@ -132,8 +147,8 @@ class Rollouts:
 
     @property
     def returns(self) -> list[float]:
-        """Of those that were played to their end."""
-        return [outcome.value for outcome in self.outcomes if not outcome.error]
+        """Of those that count and were played to their end."""
+        return [outcome.value for outcome in self.used if not outcome.error]
 
     @property
     def value(self) -> float:
@@ -146,7 +161,21 @@ class Group:
     """The states that the trajectories of a prompt have come through."""
 
     sessions: int = 0
+    playing: int = 0  # of those; the others wait for continuations
+    all_played: asyncio.Event = field(default_factory=asyncio.Event)
+    returns: list[float] = field(default_factory=list)  # of those played to their end
     states: dict[Key, Rollouts] = field(default_factory=dict)
+
+    @contextmanager
+    def play(self) -> Iterator[None]:
+        """While a trajectory is being played."""
+        self.playing += 1
+        try:
+            yield
+        finally:
+            self.playing -= 1
+            if not self.playing:
+                self.all_played.set()
 
 
 class Vines:

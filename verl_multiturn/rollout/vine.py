@@ -31,6 +31,7 @@ from verl_multiturn.rollout.prompts import PromptPolicy, View
 from verl_multiturn.steps import token_cuts
 from verl_multiturn.turns import Trajectory
 
+SAME = 1e-9  # returns that differ by less are equal
 Place = tuple[int, int]  # a state: before a turn, after so many tokens of its utterance
 
 log = logging.getLogger(__name__)
@@ -45,12 +46,16 @@ class VineEpisode(Episode):
     group: Group = field(init=False)
     held: dict[Place, Key] = field(default_factory=dict)
     cuts: list[list[int]] = field(default_factory=list)  # per turn, where its steps begin
+    skipped: int = 0  # states left without continuations
 
     async def play(self) -> Trajectory:
         """See `Episode.play`; ends when the continuations of all its states have ended."""
         with self.vines.group(self.task.group) as self.group:
             try:
-                trajectory = await super().play()
+                with self.group.play():
+                    trajectory = await super().play()
+                    self.group.returns.append(sum(self._paid(trajectory)))
+                await self._choose(trajectory)
                 ended = time.time()
                 # Not gather: to cancel this trajectory must not cancel what others wait for.
                 if tasks := [self.group.states[key].begin(self.vines) for key in self.held.values()]:
@@ -76,6 +81,54 @@ class VineEpisode(Episode):
                     {"span": [start, end], "value": value(t, start)}
                     for start, end in zip(self.cuts[t], ends, strict=True)
                 ]
+
+    def _paid(self, trajectory: Trajectory) -> list[float]:
+        lost = self.vines.settings.penalty
+        return [turn.reward - (0.0 if turn.valid else lost) for turn in trajectory.turns]
+
+    async def _choose(self, trajectory: Trajectory) -> None:
+        """Leave out the states that `Vine.select` and `Vine.agreeing_groups` save."""
+        settings, kept = self.vines.settings, set(self.held)
+        if settings.agreeing_groups == "skip":
+            await self.group.all_played.wait()
+            returns = self.group.returns
+            if len(returns) > 1 and max(returns) - min(returns) < SAME:
+                kept = set()
+        if settings.select == "bisect" and kept:
+            kept = await self._bisect(trajectory)
+        for place in set(self.held) - kept:
+            rollouts = self.group.states[key := self.held.pop(place)]
+            rollouts.holders -= 1
+            self.skipped += 1
+            if not rollouts.holders and rollouts.task is None:
+                del self.group.states[key]
+
+    async def _bisect(self, trajectory: Trajectory) -> set[Place]:
+        """The ends, and what lies in the middle of two that do not agree, again and again."""
+        places, kept = sorted(self.held), set[Place]()
+
+        async def ask(i: int) -> None:
+            kept.add(places[i])
+            await asyncio.wait([self.group.states[self.held[places[i]]].begin(self.vines)])
+
+        async def between(low: int, high: int) -> None:
+            if high - low > 1 and not self._agree(trajectory, places[low], places[high]):
+                middle = (low + high) // 2
+                await ask(middle)
+                await asyncio.gather(between(low, middle), between(middle, high))
+
+        await asyncio.gather(ask(0), ask(len(places) - 1))
+        await between(0, len(places) - 1)
+        return kept
+
+    def _agree(self, trajectory: Trajectory, a: Place, b: Place) -> bool:
+        """Whether the returns of each are all equal, and those of a are those of b after what was paid."""
+        first, second = (self.group.states[self.held[place]].returns for place in (a, b))
+        if not first or not second or np.ptp(first) > SAME or np.ptp(second) > SAME:
+            return False
+        gamma = self.vines.settings.gamma
+        paid = sum(gamma**j * r for j, r in enumerate(self._paid(trajectory)[a[0] : b[0]]))
+        return abs(paid + gamma ** (b[0] - a[0]) * second[0] - first[0]) <= SAME
 
     async def before_turn(self, env: Any, view: View, seen: Observed, prompt: NextPrompt) -> None:
         """Start the continuations of this state, unless a trajectory of the group has."""
@@ -109,7 +162,8 @@ class VineEpisode(Episode):
                 if key not in states:  # nobody was quicker meanwhile
                     make = self._maker(derive_seed(self.seed, repr(key)), taken, view, seen, prompt, begun)
                     states[key] = Rollouts(make, count)
-                    states[key].begin(self.vines)
+                    if not self.vines.settings.later:
+                        states[key].begin(self.vines)
             states[key].holders += 1
             self.held[t, len(begun)] = key
 
@@ -132,6 +186,9 @@ class VineEpisode(Episode):
         self, seed: int, taken: Any, view: View, seen: Observed, prompt: NextPrompt, said: list[int]
     ) -> Callable[[int], Continuation]:
         shared = {one.name: getattr(self, one.name) for one in fields(Episode)}
+        if (horizon := self.vines.settings.horizon) is not None:
+            most = min(self.limits.max_turns or seen.max_turns, len(self.turns) + horizon)
+            shared["limits"] = replace(self.limits, max_turns=most)
         # A layout replaces its lists, it never changes them.
         shared |= {"layout": copy(self.layout), "turns": list(self.turns), "details": []}
         view = replace(view, past=list(view.past))
@@ -181,6 +238,7 @@ class VineEpisode(Episode):
             "states": len(states),
             "holes": sum(math.isnan(rollouts.value) for rollouts in states),
             "unique_states": len(mine),
+            "skipped_states": self.skipped,
             "rollouts": len(outcomes),
             "failed": len(errors),
             "mismatches": sum(outcome.mismatch for outcome in outcomes),

@@ -1,10 +1,11 @@
 """The block `multiturn.vine`: which states get continuations, how many, and what is shared."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
 from verl_multiturn.errors import unknown
+from verl_multiturn.stats import wilson
 from verl_multiturn.steps import SPLITTERS, WITHIN
 
 ROOTS = ("siblings", "rollouts", "both")
@@ -27,6 +28,15 @@ class Vine:
         every: every so many steps a state gets some; the steps between two share their credit.
         dedupe: states are equal whose prompt, budgets and state key are ("state"), whose history of
             observations and actions is, too ("history"), or never ("none").
+        horizon: H: continuations end after so many turns, and what would follow counts 0; None: they are
+            played to their end.
+        select: "all" states, or "bisect": states between two get none where all returns of both say the
+            same. Those steps then share their credit.
+        agreeing_groups: "skip" them: without continuations where a group's returns are all equal.
+        adaptive: k_0 continuations first; those decide where their Wilson interval (of returns in [0, 1])
+            is no wider than `adaptive_width`, else K new ones do. None: K everywhere.
+        adaptive_width: see there.
+        split_samples: whether K new ones decide alone; else those before are added.
         max_inflight: continuations that a rollout worker plays at the same time.
         gamma: γ, from turn to turn.
         penalty: what a turn without a valid action costs in training.
@@ -40,6 +50,12 @@ class Vine:
     max_states: int | None = None
     every: int = 1
     dedupe: str = "state"
+    horizon: int | None = None
+    select: str = "all"
+    agreeing_groups: str = "keep"
+    adaptive: int | None = None
+    adaptive_width: float = 0.6
+    split_samples: bool = True
     max_inflight: int = 256
     gamma: float = 1.0
     penalty: float = 0.0
@@ -48,15 +64,24 @@ class Vine:
     def __post_init__(self) -> None:
         if self.splitter not in SPLITTERS:
             raise unknown("value of multiturn.vine.splitter", self.splitter, SPLITTERS)
-        if self.root not in ROOTS:
-            raise unknown("value of multiturn.vine.root", self.root, ROOTS)
-        if self.dedupe not in DEDUPE:
-            raise unknown("value of multiturn.vine.dedupe", self.dedupe, DEDUPE)
+        for name, valid in (
+            ("root", ROOTS),
+            ("dedupe", DEDUPE),
+            ("select", ("all", "bisect")),
+            ("agreeing_groups", ("keep", "skip")),
+        ):
+            if (value := getattr(self, name)) not in valid:
+                raise unknown(f"value of multiturn.vine.{name}", value, valid)
         if self.gamma != 1 and self.splitter in WITHIN:
             raise ValueError(
                 f"multiturn.vineppo.gamma={self.gamma:g} discounts from turn to turn, and "
                 f"multiturn.vine.splitter={self.splitter} gives credit to steps inside a turn: use gamma=1, "
                 "the paper's, or splitter=turn"
+            )
+        if self.adaptive is not None and self.root == "both":
+            raise ValueError(
+                "multiturn.vine.root=both weighs K rollouts with the siblings, and multiturn.vine.adaptive "
+                "lets their number differ: use root=siblings or root=rollouts"
             )
         self._check_states()
 
@@ -92,6 +117,33 @@ class Vine:
     def within(self) -> bool:
         """Whether utterances are cut into steps."""
         return self.splitter in WITHIN
+
+    @property
+    def later(self) -> bool:
+        """Whether it is known only after a trajectory which states get continuations."""
+        return self.select == "bisect" or self.agreeing_groups == "skip"
+
+    @property
+    def biased(self) -> list[str]:
+        """What saves continuations at the price of a bias, a key and what it does each; logged."""
+        found = {
+            f"horizon={self.horizon}": "rewards behind the horizon count 0" if self.horizon else "",
+            "select=bisect": "states between two that agree get no value" if self.select == "bisect" else "",
+            "agreeing_groups=skip": "groups whose returns agree get none"
+            if self.agreeing_groups == "skip"
+            else "",
+            f"adaptive={self.adaptive}": "values of few rollouts are kept where those agree"
+            if self.adaptive
+            else "",
+        }
+        return [f"multiturn.vine.{key} is biased: {why}" for key, why in found.items() if why]
+
+    def sure(self, returns: Sequence[float]) -> bool:
+        """Whether these returns, in [0, 1], have a Wilson interval no wider than `adaptive_width`."""
+        if not returns or min(returns) < 0 or max(returns) > 1:
+            return False
+        interval = wilson(sum(returns), len(returns))
+        return interval.high - interval.low <= self.adaptive_width
 
     def at(self, step: int) -> int:
         """How many continuations the state before a step gets; steps are counted through all turns."""
