@@ -21,8 +21,8 @@ MATH = [{"problem": f"Half of {n}?", "solution": rf"It is $\boxed{{\frac{{{n}}}{
 
 
 QUESTION = (
-    "Eli has 17 books. Then 8 are lost. Then 2 more come. Then 14 more come. Then 3 more come. How many books "
-    "are there now?"
+    "Eli has 17 books. Then 8 are lost. Then 2 more come. Then 14 more come. Then 3 more come. How many "
+    "books are there now?"
 )
 SOLUTION = "17 - 8 = 9\n9 + 2 = 11\n11 + 14 = 25\n25 + 3 = 28\n#### 28"
 
