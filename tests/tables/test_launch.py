@@ -72,6 +72,24 @@ def test_what_is_recorded_is_not_run_again(tmp_path, panel, write, table):
     assert [job.seconds for job in jobs(table, [], Wanted(root, [1]))] == [10 + 20 * 3, 5, None]
 
 
+def test_a_recipe_that_evaluates_is_done_when_it_did(tmp_path, panel, write):
+    more = {"algorithm": "qvalue", "evaluated": "small", "seed": 3}
+    guided = write(tmp_path / "eval/argmax", panel, {0: [1, 1, 1, 0]}, **more)
+    plain = write(tmp_path / "eval/greedy", panel, {0: [1, 0, 0, 0]}, **more)
+    for folder, rule in ((guided, "argmax"), (plain, "greedy")):
+        config = yaml.safe_load((folder / "config.yaml").read_text())
+        config["eval"]["select"] = rule
+        (folder / "config.yaml").write_text(yaml.safe_dump(config))
+    method = {"name": "Q-guided", "trained": False, "recipes": {"frozen_lake": "grpo_frozenlake"}}
+    method["where"] = {"multiturn.algorithm": "qvalue", "eval.select": "argmax"}
+    file = yaml.safe_load(TABLE) | {"methods": [method]}
+    (tmp_path / "q.yaml").write_text(yaml.safe_dump(file | {"suite": {"common": ["hardware=cpu"]}}))
+    table, runs = load_table(str(tmp_path / "q.yaml")), read_runs([tmp_path / "eval"])
+    (group,) = grouped(table, runs)
+    assert [run.id for run in group.runs] == [str(guided)]
+    assert [job.done for job in jobs(table, runs, Wanted(tmp_path, [3, 4]))] == [True, False]
+
+
 def test_commands_run_one_after_another(tmp_path):
     def job(name, code, seconds=1.0, done=False):
         command = (sys.executable, "-c", f"open({str(tmp_path / name)!r}, 'x'); raise SystemExit({code})")

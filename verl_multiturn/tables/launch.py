@@ -105,10 +105,12 @@ class _One:
         if not recipe:
             return [Job(name, (), self.folder, False, None, f"no recipe {self.recipe} in this checkout")]
         seconds, why = self._seconds(runs)
+        tested = any(run.evaluated and run.outcomes for run in mine)
+        if not self.method.trained:  # its recipe ends with the evaluation
+            return [Job(name, self._train(), self.folder, tested, seconds, why)]
         trained = any(not run.evaluated and finished(run) for run in mine)
         found = [Job(name, self._train(), self.folder, trained, seconds, why)]
         if panel := suite.get("test", {}).get(env):
-            tested = any(run.evaluated and run.outcomes for run in mine)
             folder = self.folder.with_name(f"{self.folder.name}_test")
             found.append(
                 Job(f"{name}, test", self._test(panel, folder), folder, tested, suite.get("after"), "file")
@@ -117,10 +119,10 @@ class _One:
 
     def _is(self, run: Recorded) -> bool:
         """Whether a run is this one: its method, model, and every setting that the command gives."""
-        if run.model != self.model or not run.trained or not run.of(self.method, self.column):
+        if run.model != self.model or not run.of(self.method, self.column):
             return False
-        given = (one.partition("=")[::2] for one in self._settings if not one.startswith("hardware="))
-        return all(run.setting(key) == yaml.safe_load(value) for key, value in given)
+        given = dict(one.partition("=")[::2] for one in self._settings if not one.startswith("hardware="))
+        return all(run.setting(key) == yaml.safe_load(value) for key, value in given.items())
 
     @property
     def _settings(self) -> tuple[str, ...]:
