@@ -132,6 +132,15 @@ def test_only_the_papers_tasks_stand_in_its_cells(tmp_path, panel, write):
     assert (foreign["model"], foreign["paper"]) == ("Qwen2.5-1.5B-Instruct, not the paper's tasks", "")
 
 
+def test_a_model_has_several_names(tmp_path, panel, write):
+    problems = Panel("arithmetic", {}, "val", panel.tasks)
+    settings = {"env": "arithmetic", "env_kwargs": {"grade": "math"}}
+    write(tmp_path / "a", problems, CURVE, model="realtreetune/rho-1b-sft-MATH", **settings)
+    _, _, frame = made("vineppo-main", tmp_path)
+    (row,) = ours(frame)
+    assert (row["model"], row["column"], row["paper"], row["last"]) == ("Rho-1.1B", "MATH", "23.0", 50)
+
+
 def test_old_and_empty_runs(tmp_path, panel, write):
     run = write(tmp_path / "old", panel, CURVE)
     (run / "about.jsonl").unlink()

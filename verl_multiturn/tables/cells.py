@@ -186,8 +186,9 @@ def _named(name: str, interval: Interval) -> dict[str, float]:
 
 
 def _model(table: Published, run: Recorded, column: Column) -> str:
-    foreign = run.model in table.models and not run.as_in_paper(column)
-    return f"{run.model}, not the paper's tasks" if foreign else run.model
+    model = table.aliases.get(run.model, run.model)
+    foreign = model in table.models and not run.as_in_paper(column)
+    return f"{model}, not the paper's tasks" if foreign else model
 
 
 def _order(table: Published, row: Any) -> tuple[Any, ...]:

@@ -7,7 +7,7 @@ A file published/<name>.yaml:
     seeds                      of the paper; marks: sign -> meaning; notes: what a reader must know
     columns     [{name, env, metric, task_type | macro, threshold, where, paper, ours}]
     methods     [{name, where, trained, recipes: {environment: recipe}, set: [overrides]}]
-    models      {name: what actor_rollout_ref.model.path is set to, or null}
+    models      {name: what actor_rollout_ref.model.path is set to, or null}; aliases: other names of them
     published   {model: {method: [a value for each column, or null]}}
     suite       of what we run ourselves: common, set, test (see `tables.suite`)
 
@@ -118,6 +118,7 @@ class Published:
     columns: tuple[Column, ...]
     methods: tuple[Method, ...]
     models: Mapping[str, str | None] = field(default_factory=dict)
+    aliases: Mapping[str, str] = field(default_factory=dict)
     published: Mapping[tuple[str, str, str], Value] = field(default_factory=dict)
     statistic: str = "last"
     seeds: int = 3
