@@ -134,10 +134,12 @@ def test_only_the_papers_tasks_stand_in_its_cells(tmp_path, panel, write):
 
 def test_a_model_has_several_names(tmp_path, panel, write):
     problems = Panel("arithmetic", {}, "val", panel.tasks)
-    settings = {"env": "arithmetic", "env_kwargs": {"grade": "math"}}
-    write(tmp_path / "a", problems, CURVE, model="realtreetune/rho-1b-sft-MATH", **settings)
+    for name, more in (("a", {"file": "data/math"}), ("generated", {"file": None})):
+        settings = {"env": "arithmetic", "env_kwargs": {"grade": "math"} | more}
+        write(tmp_path / name, problems, CURVE, model="realtreetune/rho-1b-sft-MATH", **settings)
     _, _, frame = made("vineppo-main", tmp_path)
-    (row,) = ours(frame)
+    row, foreign = ours(frame)
+    assert foreign["model"] == "Rho-1.1B, not the paper's tasks" and foreign["paper"] == ""
     assert (row["model"], row["column"], row["paper"], row["last"]) == ("Rho-1.1B", "MATH", "23.0", 50)
 
 

@@ -12,7 +12,7 @@ A file published/<name>.yaml:
     suite       of what we run ourselves: common, set, test (see `tables.suite`)
 
 A value is a number, as text with a spread and a mark where it has them: "64.8±3.5", "96.0±1.4 ?".
-`where` names keys of a run's configuration and what they must be (a list: one of these).
+`where` names keys of a run's configuration and what they must be (a list: one of these; "*": set).
 """
 
 import re

@@ -155,10 +155,10 @@ def measured(records: Iterable[Record], column: Column) -> float:
 
 
 def fits(run: Recorded, where: Mapping[str, Any]) -> bool:
-    """Whether a run's settings are what `where` asks for; a list names several that will do."""
+    """Whether a run's settings are what `where` asks for; a list names several that will do, "*" any."""
     for key, wanted in where.items():
-        valid = wanted if isinstance(wanted, list) else [wanted]
-        if run.setting(key) not in valid:
+        valid, given = wanted if isinstance(wanted, list) else [wanted], run.setting(key)
+        if given is None if wanted == "*" else given not in valid:
             return False
     return True
 
