@@ -16,6 +16,7 @@ from rich.text import Text
 from typer.core import TyperGroup
 
 from verl_multiturn.cli_envs import envs, measure_envs, panels
+from verl_multiturn.cli_estimators import estimators
 from verl_multiturn.cli_eval import evaluate
 from verl_multiturn.cli_games import make_alfworld_games
 from verl_multiturn.cli_plan import plan
@@ -130,7 +131,9 @@ def view(
     typer.echo(f"wrote {page.path}: {page.trajectories} trajectories, {page.size / 1e6:.1f} MB{without}")
 
 
-for command in (envs, panels, measure_envs, rescore, replay, play, plan, doctor, make_alfworld_games):
+for command in (
+    envs, panels, measure_envs, rescore, estimators, replay, play, plan, doctor, make_alfworld_games,
+):  # fmt: skip
     app.command()(command)
 app.command("eval")(evaluate)
 app.command("table", cls=Launching)(table)

@@ -19,7 +19,9 @@ Policy = str | Callable[[Any], Mapping[str, float]]
 class Model(Protocol):
     """What an environment must expose; a state holds no turn count."""
 
-    max_turns: int
+    @property
+    def max_turns(self) -> int:
+        """The limit of an episode."""
 
     @property
     def actions(self) -> Sequence[str]:

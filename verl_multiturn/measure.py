@@ -180,11 +180,12 @@ def _short(value: Any) -> Any:
 
 
 def _where() -> Row:
-    where = {"command": _command(), "commit": commit(), "machine": machine()}
+    where = {"command": command(), "commit": commit(), "machine": machine()}
     return where | {"load": round(os.getloadavg()[0], 1)}
 
 
-def _command() -> str:
+def command() -> str:
+    """What the user typed."""
     return f"verl-multiturn {shlex.join(sys.argv[1:])}"
 
 
