@@ -27,6 +27,7 @@ def estimators(
     if batches is not None:
         plan = replace(plan, batches=batches)
     names = None if sweeps is None else [name.strip() for name in sweeps.split(",") if name.strip()]
+    measured = commit()  # of what is run: files may change meanwhile
     rows = report(plan, typer.echo, names)
-    for path in save(rows, plan, out, command(), commit()):
+    for path in save(rows, plan, out, command(), measured):
         typer.echo(f"wrote {path}")
