@@ -5,14 +5,17 @@ import re
 import pytest
 from typer.testing import CliRunner
 
-from verl_multiturn import view
+from verl_multiturn import advantages, view
 from verl_multiturn.cli import app
 from verl_multiturn.run_files import SUFFIX
-from verl_multiturn.runs import RunWriter
+from verl_multiturn.runs import RunWriter, to_turns
+from verl_multiturn.search.tree import Node
 from verl_multiturn.stats import wilson
-from verl_multiturn.view import MARK, build_view
+from verl_multiturn.view import build_view
 from verl_multiturn.view_data import TRAJECTORY_FIELDS, TURN_FIELDS, pack_step
+from verl_multiturn.view_page import MARK
 from verl_multiturn.view_pieces import token_pieces
+from verl_multiturn.view_trees import NODE, TEXTS, build_trees
 
 NASTY = "</script><script>alert(1)</script><!-- & <b>bold</b> \u2028\u2029 {{script}} é"
 ELEMENT = re.compile(r'<script type="application/json" id="([a-z]+)-?(\d*)">(.*?)</script>', re.S)
@@ -35,8 +38,8 @@ def trajectory(step, group=0, sample=0, split="train", turns=3, **fields):
         "task": f"task-{group}", "task_type": "near", "panel": split, "seed": 7,
         "dynamics_seed": 938688886921172103, "instruction": "find the way",
         "return": 1.0 if sample == 0 else 0.0, "success": sample == 0,
-        "terminated": True, "truncated": False, "truncation": None, "seconds": 1.5,
-        "turns": [turn(t) for t in range(turns)],
+        "terminated": True, "truncated": False, "truncation": None, "seconds": 1.5, "trained": True,
+        "vine": {"rollouts": 6, "returns": {"0": [1.0, 0.0]}}, "turns": [turn(t) for t in range(turns)],
     }  # fmt: skip
     return full | fields
 
@@ -152,6 +155,89 @@ def test_steps_of_an_utterance(tmp_path):
     rows[0]["turns"][0]["steps"] = [{"span": [0, 1], "value": "much"}]
     folder = write(tmp_path / "odd", {("train", 1): rows})
     sentence(lambda: build_view(folder), "turn 0", "steps")
+
+
+def test_advantages_side_by_side(tmp_path):
+    rows = [trajectory(1, g, k, trained=g == 0) for g in range(2) for k in range(3)]
+    rows[1]["turns"][2]["reward"] = 3.0
+    run = write(
+        tmp_path / "run", {("train", 1): rows, ("val", 1): [trajectory(1, split="val", trained=False)]}
+    )
+    meta, steps = read(build_view(run, algorithms=["gigpo", "rloo", "turn_gae"]).path)
+    assert meta["algorithms"] == ["gigpo", "rloo", "turn_gae"]
+    turns = to_turns(rows[:3])  # what the filter left out is no part of it
+    wanted = {name: advantages(name, turns, **k) for name, k in (("gigpo", {"gamma": 0.9}), ("rloo", {}))}
+    shown = [one["scores"] for record in steps["train", 1][:3] for one in record["turns"]]
+    assert [x[0] for x in shown] == pytest.approx(wanted["gigpo"], rel=1e-5)
+    assert [x[1] for x in shown] == pytest.approx(wanted["rloo"], rel=1e-5)
+    assert {x[2] for x in shown} == {None}
+    assert [one["scores"] for record in steps["train", 1][3:] for one in record["turns"]] == [None] * 9
+    assert [record["trained"] for record in steps["train", 1]] == [True] * 3 + [False] * 3
+    assert [one["scores"][1] for one in steps["val", 1][0]["turns"]] == [0] * 3  # alone in its group
+    page = build_view(run).path.read_text(encoding="utf-8")
+    impossible = json.loads(dict((a + b, c) for a, b, c in ELEMENT.findall(page))["step0"])["impossible"]
+    assert {*impossible} == {"turn_gae", "vineppo"} and "needs V(s_t)" in impossible["vineppo"]
+    assert read(build_view(run, algorithms=[]).path)[0]["algorithms"] == []
+    sentence(lambda: build_view(run, algorithms=["gigo"]), "Did you mean 'gigpo'")
+
+
+def test_records_that_cannot_be_scored_say_why(tmp_path):
+    bare = {"group": "g", "trajectory": 0, "return": 1, "turns": [{"index": 0, "reward": 1}]}
+    page = build_view(write(tmp_path / "run", {("train", 1): [bare]})).path.read_text(encoding="utf-8")
+    impossible = json.loads(dict((a + b, c) for a, b, c in ELEMENT.findall(page))["step0"])["impossible"]
+    assert impossible["rloo"] == "the records lack 'terminated'"
+
+
+def grown():
+    """A root with three candidates: visited twice, once, and never carried out."""
+    root = Node(None, None, 0, 0, observation=NASTY, executed=True)
+    for k, action in enumerate(("left", "right", NASTY)):
+        root.children.append(Node(action, root, 1, k, executed=k < 2))
+    root.children[0].backup(1.0)
+    root.children[0].backup(0.0)
+    root.children[1].backup(0.5)
+    return root
+
+
+def test_search_trees(tmp_path):
+    record = {"hash": "x", "task": "t7", "task_type": "near", "success": True, "root": grown().to_dict()}
+    lines = [json.dumps(record), json.dumps(grown().to_dict())]
+    (tmp_path / "trees.jsonl").write_text("\n".join(lines) + "\n")
+    page = build_trees(tmp_path)
+    assert (page.path, page.trees, page.nodes) == (tmp_path / "view.html", 2, 8)
+    text = page.path.read_text(encoding="utf-8")
+    assert "<script>alert" not in text and text.count("<script") == 4
+    parts = {a + b: json.loads(c) for a, b, c in ELEMENT.findall(text)}
+    assert parts["meta"]["trees"][0] == {
+        "task": "t7",
+        "task_type": "near",
+        "success": True,
+        "N": 3,
+        "nodes": 4,
+    }
+    data = parts["tree0"]
+    nodes = [dict(zip(("parent", *NODE), row, strict=True)) for row in data["nodes"]]
+    for node in nodes:
+        node |= {name: None if node[name] is None else data["strings"][node[name]] for name in TEXTS}
+    assert [(n["parent"], n["action"], n["N"], n["Q"], n["deviation"], n["executed"]) for n in nodes] == [
+        (-1, None, 3, 0.5, pytest.approx((1 / 6) ** 0.5, rel=1e-5), True), (0, "left", 2, 0.5, 0.5, True),
+        (0, "right", 1, 0.5, 0, True), (0, NASTY, 0, None, None, False),
+    ]  # fmt: skip
+    assert nodes[0]["observation"] == NASTY
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [("{", "not JSON"), ("[1]", "no root"), ('{"root": 3}', "no root"), ('{"children": []}', "lacks N, W"),
+     ('{"N": 1, "W": 1, "children": [{"N": 1}]}', "lacks N, W")],
+)  # fmt: skip
+def test_files_that_hold_no_trees(tmp_path, line, words):
+    file = tmp_path / "trees.jsonl"
+    file.write_text(line)
+    sentence(lambda: build_trees(file), "line 1", words)
+    file.write_text("")
+    sentence(lambda: build_trees(file), "holds no trees")
+    assert not (tmp_path / "view.html").exists()
 
 
 def test_curves(run):
@@ -304,7 +390,7 @@ def test_large_pages(run, monkeypatch):
     assert bare.size < full.size and not bare.tokens and "prompt_ids" not in str(read(bare.path)[1])
     monkeypatch.setattr(view, "TOKENS_BYTES", 1000)
     assert build_view(run).size <= bare.size + 10 and build_view(run, tokens=True).tokens
-    monkeypatch.setattr(view, "MAX_BYTES", 6_000)
+    monkeypatch.setattr(view, "MAX_BYTES", 9_000)
     sentence(lambda: build_view(run), "larger than 0 MB", "--last 2")
     assert build_view(run, last=2).trajectories == 14
     monkeypatch.setattr(view, "MAX_BYTES", 100)
@@ -337,6 +423,12 @@ def test_the_command(run, tmp_path):
     assert out.exists() and (run / "view.html").exists()
     assert "not a recorded run" in call(tmp_path, code=2)
     assert len(call(run, "--steps", "1;2", code=2).splitlines()) == 1
+    call(run, "--with", "rloo, gigpo", "--last", 1)
+    assert "unknown algorithm" in call(run, "--with", "best", code=2)
+    trees = tmp_path / "trees.jsonl"
+    trees.write_text(json.dumps(grown().to_dict()))
+    assert "1 trees, 4 nodes" in call(trees) and "1 trees" in call(tmp_path, "--out", out)
+    assert "only --out" in call(trees, "--last", 1, code=2)
 
 
 def test_the_curves_leave_out_what_is_validated_beside(tmp_path):

@@ -114,19 +114,31 @@ def report(
 
 @app.command()
 def view(
-    run: Annotated[Path, typer.Argument(help="Folder of a recorded run.")],
-    out: Annotated[Path | None, typer.Option(help="The page; default: view.html in the run.")] = None,
+    run: Annotated[Path, typer.Argument(help="Folder of a recorded run, or search trees (trees.jsonl).")],
+    out: Annotated[Path | None, typer.Option(help="The page; default: view.html in the folder.")] = None,
     steps: Annotated[str | None, typer.Option(help="Only these steps, such as 1,5,30.")] = None,
     last: Annotated[int | None, typer.Option(min=1, help="Only the last steps of each split.")] = None,
     split: Annotated[str | None, typer.Option(help="Only this split, such as train or val.")] = None,
     tokens: Annotated[
         bool | None, typer.Option(help="Token ids and log-probs; default: if the page stays below 50 MB.")
     ] = None,
+    algorithms: Annotated[
+        str | None,
+        typer.Option("--with", help="Advantages beside the recorded ones, such as gigpo,rloo; default: all."),
+    ] = None,
 ) -> None:
-    """Write a recorded run as one HTML page: curves, trajectories turn by turn, groups."""
+    """Write a recorded run, or search trees, as one HTML page: curves, credit turn by turn, groups."""
     from verl_multiturn.view import build_view, parse_steps
+    from verl_multiturn.view_trees import build_trees, holds_trees
 
-    page = build_view(run, out, parse_steps(steps) if steps else None, last, split, tokens)
+    if holds_trees(run):
+        if steps or last or split or tokens is not None or algorithms is not None:
+            raise ValueError(f"{run} holds search trees: of the options only --out is for them")
+        trees = build_trees(run, out)
+        typer.echo(f"wrote {trees.path}: {trees.trees} trees, {trees.nodes} nodes, {trees.size / 1e6:.1f} MB")
+        return
+    names = None if algorithms is None else [name.strip() for name in algorithms.split(",") if name.strip()]
+    page = build_view(run, out, parse_steps(steps) if steps else None, last, split, tokens, names)
     without = "" if page.tokens else ", without tokens"
     typer.echo(f"wrote {page.path}: {page.trajectories} trajectories, {page.size / 1e6:.1f} MB{without}")
 

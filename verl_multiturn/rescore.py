@@ -102,7 +102,7 @@ def rescore(
     names = list(dict.fromkeys(algorithms or list_algorithms()))
     if strange := [name for name in keywords or () if name not in names]:
         raise unknown("algorithm to set a keyword of", strange[0], names)
-    chosen = {name: _configured(run, name, (keywords or {}).get(name, {})) for name in names}
+    chosen = {name: configured(run, name, (keywords or {}).get(name, {})) for name in names}
     own = _own(run)
     frames, impossible, count = [], dict[str, str](), 0
     for step in run.steps(split) if steps is None else dict.fromkeys(steps):
@@ -115,9 +115,9 @@ def rescore(
         trajectories = [one | {"turns": numbered(one["turns"])} for one in trajectories]
         turns, count = to_turns(trajectories), count + len(trajectories)
         columns = {RECORDED: _recorded(trajectories)}
-        columns |= _score(turns, chosen, impossible)
+        columns |= score(turns, chosen, impossible)
         if own is not None:
-            columns[OWN] = _score(turns, {OWN: own}, {}).get(OWN, np.full(len(turns), np.nan))
+            columns[OWN] = score(turns, {OWN: own}, {}).get(OWN, np.full(len(turns), np.nan))
         keys = {"group": turns.group, "trajectory": turns.trajectory, "index": turns.index}
         frames.append(pd.DataFrame({"step": step} | keys | columns))
     if len(impossible) == len(names):
@@ -158,8 +158,12 @@ def _sentence(found: Rescored) -> str:
     return "the run recorded no advantages here: nothing to reproduce"
 
 
-def _configured(run: Run, name: str, extra: Mapping[str, Any]) -> tuple[Algorithm, Config]:
-    """An algorithm with the run's block for it and what is set on top."""
+def configured(run: Run, name: str, extra: Mapping[str, Any] | None = None) -> tuple[Algorithm, Config]:
+    """An algorithm with the run's block for it and what is set on top.
+
+    Raises:
+        ValueError: an unknown algorithm or keyword.
+    """
     algorithm = find(name)
     config = OmegaConf.create(run.config)
     block = OmegaConf.select(config, "multiturn.keywords" if ":" in name else f"multiturn.{name}")
@@ -167,19 +171,19 @@ def _configured(run: Run, name: str, extra: Mapping[str, Any]) -> tuple[Algorith
     by_std = OmegaConf.select(config, "algorithm.norm_adv_by_std_in_grpo")
     if name == "grpo" and by_std is not None:  # training leaves grpo to verl, which reads this key
         given["by_std"] = by_std
-    return algorithm, algorithm.configure(given | dict(extra))
+    return algorithm, algorithm.configure(given | dict(extra or {}))
 
 
 def _own(run: Run) -> tuple[Algorithm, Config] | None:
     """The run's algorithm as the run had it; None for verl's own estimators and those over tokens."""
     name = (run.config.get("multiturn") or {}).get("algorithm")
-    return None if name in (None, "ppo", "verl", "bilevel_gae") else _configured(run, name, {})
+    return None if name in (None, "ppo", "verl", "bilevel_gae") else configured(run, name)
 
 
-def _score(
+def score(
     turns: TurnBatch, chosen: Mapping[str, tuple[Algorithm, Config]], impossible: dict[str, str]
 ) -> dict[str, Floats]:
-    """One column per algorithm; what cannot be computed goes to `impossible`."""
+    """One column (N,) per algorithm; what cannot be computed goes to `impossible`, with the reason."""
     columns = {}
     for name, (algorithm, config) in chosen.items():
         if name in impossible:

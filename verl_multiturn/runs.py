@@ -18,6 +18,7 @@ A trajectory is one JSON object:
     return           sum of rewards; penalty: what training took off; success: bool, the last info["success"]
     terminated, truncated    how it ended; truncation: null, "turns", "tokens" or "environment"
     seconds          wall time of the whole trajectory
+    vine             VinePPO: counts of its continuations; returns: {t: the return of each from turn t}
     turns            list, in order, of objects with
         index            t, from 0
         observation      the environment's text before the turn

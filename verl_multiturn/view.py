@@ -1,15 +1,10 @@
 """A recorded run as one static HTML page: curves, trajectories turn by turn, groups and anchor groups.
 
-The page holds everything it needs and may load nothing: its policy allows its own style and script
-by their hashes and no address at all. Recorded texts stand in it as escaped JSON and are shown as text.
+The page holds everything it needs, a step's trajectories in an element of their own that is read when the
+step is opened. Recorded texts stand in it as escaped JSON and are shown as text.
 """
 
-import base64
-import hashlib
-import re
 from collections.abc import Iterator, Sequence
-from html import escape
-from importlib.resources import files
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,12 +16,13 @@ from verl_multiturn.errors import unknown
 from verl_multiturn.runs import Run
 from verl_multiturn.view_curves import curves, metric_table
 from verl_multiturn.view_data import TRAJECTORY_FIELDS, TURN_FIELDS, Step, embeddable, pack_step
+from verl_multiturn.view_page import page, refuse_foreign
 from verl_multiturn.view_pieces import token_pieces
+from verl_multiturn.view_scores import Scorer
 
-MARK = b'<meta name="generator" content="verl_multiturn.view">'  # stands in every page of ours
 MAX_BYTES = 300_000_000  # more than a browser opens with ease
 TOKENS_BYTES = 50_000_000  # tokens are left out of larger pages, unless asked for
-SCRIPTS = ("data.js", "curves.js", "reader.js", "side.js", "state.js", "page.js")  # one script, in this order
+SCRIPTS = ("dom.js", "data.js", "curves.js", "credit.js", "reader.js", "side.js", "state.js", "page.js")
 
 
 class View(NamedTuple):
@@ -45,6 +41,7 @@ def build_view(
     last: int | None = None,
     split: str | None = None,
     tokens: bool | None = None,
+    algorithms: Sequence[str] | None = None,
 ) -> View:
     """Write the page of a recorded run.
 
@@ -55,18 +52,23 @@ def build_view(
         last: only the last steps of each split, this many.
         split: only this split.
         tokens: embed token ids and log-probs; None: where the page stays below 50 MB.
+        algorithms: whose advantages stand beside the recorded ones; None: all that are registered.
 
     Raises:
-        ValueError: no recorded run, nothing of it chosen, a record that cannot be shown, a page
-            above 300 MB, or a file at `out` that is not ours. Nothing is written then.
+        ValueError: no recorded run, nothing of it chosen, an unknown algorithm, a record that cannot be
+            shown, a page above 300 MB, or a file at `out` that is not ours. Nothing is written then.
     """
     recorded = Run(run)
     path = recorded.folder / "view.html" if out is None else Path(out)
-    _refuse_foreign(path)
+    refuse_foreign(path)
     chosen = _choose(recorded, steps, last, split)
-    packed, embedded = _pack(recorded.folder, chosen, tokens)
-    meta = embeddable(_meta(recorded, packed, embedded))
-    run_files.write_atomically(path, _page(recorded.folder, meta, packed, embedded))
+    config = _config(recorded)
+    scorer = Scorer(recorded, algorithms)
+    packed, embedded = _pack(recorded.folder, chosen, tokens, scorer)
+    meta = embeddable(_meta(recorded, config, packed, embedded) | {"algorithms": scorer.names})
+    title = recorded.folder.absolute().name
+    elements = _elements(meta, packed, embedded)
+    run_files.write_atomically(path, page(title, "page.html", SCRIPTS, elements))
     return View(path, path.stat().st_size, sum(step.size for step in packed), embedded)
 
 
@@ -76,15 +78,6 @@ def parse_steps(text: str) -> list[int]:
         return [int(part) for part in text.split(",")]
     except ValueError:
         raise ValueError(f"{text!r} is not a list of steps, such as 1,5,30") from None
-
-
-def _refuse_foreign(path: Path) -> None:
-    if path.is_dir():
-        raise ValueError(f"{path} is a folder; --out names a file")
-    if path.exists():
-        with path.open("rb") as file:
-            if MARK not in file.read(1000):
-                raise ValueError(f"{path} is not a page of verl-multiturn view, so it is not replaced")
 
 
 def _choose(
@@ -116,13 +109,15 @@ def _choose(
     ]
 
 
-def _pack(folder: Path, chosen: Sequence[tuple[str, int]], tokens: bool | None) -> tuple[list[Step], bool]:
+def _pack(
+    folder: Path, chosen: Sequence[tuple[str, int]], tokens: bool | None, scorer: Scorer
+) -> tuple[list[Step], bool]:
     """Pack the chosen steps, newest first, until they are too much; and whether tokens are embedded."""
     packed: dict[tuple[str, int], Step] = {}
     size = spare = 0
     for key in sorted(chosen, key=lambda one: -one[1]):
         fits = size + spare <= TOKENS_BYTES
-        step = pack_step(folder, *key, tokens=fits if tokens is None else tokens)
+        step = pack_step(folder, *key, tokens=fits if tokens is None else tokens, score=scorer)
         size += len(step.data) + (len(step.tokens) if tokens else 0)
         spare += 0 if tokens else len(step.tokens)
         if size > MAX_BYTES:
@@ -136,9 +131,9 @@ def _pack(folder: Path, chosen: Sequence[tuple[str, int]], tokens: bool | None) 
     return [packed[key] for key in chosen], embedded and any(step.tokens for step in packed.values())
 
 
-def _meta(run: Run, packed: Sequence[Step], tokens: bool) -> dict[str, Any]:
+def _meta(run: Run, config: Any, packed: Sequence[Step], tokens: bool) -> dict[str, Any]:
     """What the page knows from the start; the steps follow, each to be parsed when it is opened."""
-    config, metrics = _config(run), _metrics(run)
+    metrics = _metrics(run)
     algorithm = OmegaConf.select(config, "multiturn.algorithm")
     env = OmegaConf.select(config, "multiturn.env")
     gamma = OmegaConf.select(config, f"multiturn.{algorithm}.gamma") if algorithm else None
@@ -181,31 +176,9 @@ def _metrics(run: Run) -> dict[int, dict[str, float]]:
     return {int(step): {str(k): v for k, v in row.items() if v == v} for step, row in rows}  # not nan
 
 
-def _page(folder: Path, meta: bytes, packed: Sequence[Step], tokens: bool) -> Iterator[bytes]:
-    viewer = files("verl_multiturn.viewer")
-    style = viewer.joinpath("page.css").read_text(encoding="utf-8")
-    script = "".join(viewer.joinpath(name).read_text(encoding="utf-8") for name in SCRIPTS)
-    policy = f"default-src 'none'; style-src {_hash(style)}; script-src {_hash(script)}"
-    filled = {"mark": MARK.decode(), "policy": policy, "title": escape(folder.absolute().name),
-              "style": style, "script": script}  # fmt: skip
-    page = viewer.joinpath("page.html").read_text(encoding="utf-8")
-    # in one pass: what is filled in may itself look like a placeholder
-    head, tail = (re.sub(r"{{(\w+)}}", lambda m: filled[m[1]], part) for part in page.split("{{data}}"))
-    yield head.encode()
-    yield from _element("meta", meta)
+def _elements(meta: bytes, packed: Sequence[Step], tokens: bool) -> Iterator[tuple[str, bytes]]:
+    yield "meta", meta
     for n, step in enumerate(packed):
-        yield from _element(f"step-{n}", step.data)
+        yield f"step-{n}", step.data
         if tokens and step.tokens:
-            yield from _element(f"tokens-{n}", step.tokens)
-    yield tail.encode()
-
-
-def _element(name: str, data: bytes) -> Iterator[bytes]:
-    yield f'<script type="application/json" id="{name}">'.encode()
-    yield data
-    yield b"</script>\n"
-
-
-def _hash(text: str) -> str:
-    digest = hashlib.sha256(text.encode()).digest()
-    return f"'sha256-{base64.b64encode(digest).decode()}'"
+            yield f"tokens-{n}", step.tokens

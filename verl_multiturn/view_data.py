@@ -5,7 +5,7 @@ the tokens (ids and log-probs), which a large page leaves out. A record may lack
 needed to place a turn (older runs, other writers); such a field is null.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,14 +20,17 @@ TRAJECTORY_FIELDS = (
     ("group", "text"), ("trajectory", "plain"), ("return", "number"), ("env", "text"), ("task", "text"),
     ("task_type", "text"), ("panel", "text"), ("instruction", "text"), ("success", "flag"),
     ("terminated", "flag"), ("truncated", "flag"), ("truncation", "text"), ("seconds", "number"),
-    ("seed", "text"), ("dynamics_seed", "text"),
+    ("seed", "text"), ("dynamics_seed", "text"), ("trained", "flag"), ("vine", "plain"),
 )  # fmt: skip
 TURN_FIELDS = (
     ("index", "plain"), ("reward", "number"), ("observation", "text"), ("prompt", "text"), ("text", "text"),
     ("actions", "texts"), ("valid", "flag"), ("anchor", "code"), ("value", "number"), ("advantage", "number"),
     ("row", "plain"), ("span", "plain"), ("generate_seconds", "number"), ("env_seconds", "number"),
-    ("steps", "plain"), ("extra", "plain"),
+    ("steps", "plain"), ("extra", "plain"), ("scores", "plain"),
 )  # fmt: skip
+TurnScores = Sequence[Sequence[float | None]]  # of a trajectory: turns x algorithms
+# (split, records) -> for each trajectory its advantages, or None; and why an algorithm has none here
+Score = Callable[[str, list[Record]], tuple[Sequence[TurnScores | None], dict[str, str]]]
 NEEDED = ("group", "trajectory", "return", "turns")
 NEEDED_OF_TURN = ("index", "reward")
 _TOKENS = ("prompt_ids", "action_ids", "log_probs")
@@ -59,8 +62,8 @@ def embeddable(thing: Any) -> bytes:
     return data
 
 
-def pack_step(folder: Path, split: str, step: int, tokens: bool = True) -> Step:
-    """Read and pack one step, with or without its tokens.
+def pack_step(folder: Path, split: str, step: int, tokens: bool = True, score: Score | None = None) -> Step:
+    """Read and pack one step, with or without its tokens, with the advantages that `score` finds.
 
     Raises:
         ValueError: the file is cut off or no JSON, or a trajectory lacks what places its turns.
@@ -72,14 +75,15 @@ def pack_step(folder: Path, split: str, step: int, tokens: bool = True) -> Step:
             raise ValueError(f"{path}, line {line}: {problem}; it is not a trajectory that can be shown")
     main = run_files.by_panel(records)[""]  # the curves are of the run's own panel
     packer = _Packer()
-    rows = [packer.trajectory(record) for record in records]
+    scores, impossible = score(split, records) if score else ([None] * len(records), {})
+    rows = [packer.trajectory(record, found) for record, found in zip(records, scores, strict=True)]
     packed = [[packer.tokens(turn) for turn in record["turns"]] for record in records if tokens]
     some = any(part is not None for turns in packed for turn in turns for part in turn)
     return Step(
         split=split,
         step=step,
         size=len(records),
-        data=embeddable({"strings": list(packer.strings), "trajectories": rows}),
+        data=embeddable({"strings": list(packer.strings), "trajectories": rows, "impossible": impossible}),
         tokens=embeddable({"strings": list(packer.ids), "turns": packed}) if some else b"",
         token_ids=frozenset(packer.used),
         successes=[_flag(record.get("success")) for record in main],
@@ -101,10 +105,12 @@ class _Packer:
             "plain": lambda value: value, "code": lambda value: value,
         }  # fmt: skip
 
-    def trajectory(self, record: Record) -> list[Any]:
+    def trajectory(self, record: Record, scores: TurnScores | None) -> list[Any]:
         """Its fields in order, and its turns."""
+        each = scores or [None] * len(record["turns"])
         row = [self._pack[kind](record.get(name)) for name, kind in TRAJECTORY_FIELDS]
-        return [*row, [self._turn(record["group"], turn) for turn in record["turns"]]]
+        turns = zip(record["turns"], each, strict=True)
+        return [*row, [self._turn(record["group"], turn, found) for turn, found in turns]]
 
     def tokens(self, turn: Record) -> list[Any]:
         """Number of its prompt_ids, number of its action_ids, its log-probs."""
@@ -115,11 +121,12 @@ class _Packer:
         numbers = [ids if ids is None else self._id(self.ids, " ".join(map(str, ids))) for ids in lists[:2]]
         return [*numbers, log_probs]
 
-    def _turn(self, group: str, turn: Record) -> list[Any]:
+    def _turn(self, group: str, turn: Record, scores: Sequence[float | None] | None) -> list[Any]:
         anchor = turn.get("anchor")
         code = None if anchor is None else self._anchors.setdefault((group, anchor), len(self._anchors))
         extra = {k: v for k, v in turn.items() if k not in _KNOWN and v and isinstance(v, str | int | float)}
-        shown = {**turn, "anchor": code, "extra": extra or None}
+        found = None if scores is None else [_short(one) for one in scores]
+        shown = {**turn, "anchor": code, "extra": extra or None, "scores": found}
         return [self._pack[kind](shown.get(name)) for name, kind in TURN_FIELDS]
 
     def _text(self, value: Any) -> int | None:

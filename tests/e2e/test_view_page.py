@@ -7,10 +7,13 @@ from collections import Counter
 from html.parser import HTMLParser
 
 import matplotlib.image
+import orjson
 import pytest
 
 from verl_multiturn.runs import RunWriter
+from verl_multiturn.search.tree import Node
 from verl_multiturn.view import build_view
+from verl_multiturn.view_trees import build_trees
 
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 BROWSER = next(filter(None, map(shutil.which, NAMES)), None)
@@ -32,7 +35,7 @@ def turn(t, group, sample):
         "index": t, "observation": f"{NASTY} room {t}", "prompt": f"You are in room {t} of {group}",
         "prompt_ids": [1, t], "action_ids": [40 + sample, 9], "text": f"<a>go {sample}</a>", "valid": t != 1,
         "log_probs": [-0.25, -2], "actions": [f"go {sample}"], "reward": float(sample == 0 and t == 2),
-        "anchor": f"room {t}" if sample < 3 else f"hall {t}", "value": None, "advantage": sample - 1.25,
+        "anchor": f"room {t}" if sample < 3 else f"hall {t}", "value": 0.5, "advantage": sample - 1.25,
         "row": t, "span": [0, 2], "generate_seconds": 0.5, "env_seconds": 0.25,
     }  # fmt: skip
 
@@ -42,7 +45,8 @@ def trajectory(split, step, group, sample):
         "split": split, "step": step, "group": f"g{group}", "trajectory": sample, "env": "maze",
         "task": f"task-{group}", "task_type": "near", "seed": 7, "dynamics_seed": 2**60 + 1,
         "instruction": NASTY, "return": float(sample == 0), "success": sample == 0, "terminated": True,
-        "truncated": False, "truncation": None, "seconds": 1.5,
+        "truncated": False, "truncation": None, "seconds": 1.5, "trained": group < 5,
+        "vine": {"rollouts": 2, "failed": 0, "returns": {"1": [1.0, 0.0]}},
         "turns": [turn(t, f"g{group}", sample) for t in range(3)],
     }  # fmt: skip
 
@@ -131,6 +135,39 @@ def test_an_address_opens_its_turn(page, tmp_path):
         ["2", "1", "go 2", "0", "+0.75"],
     ]  # fmt: skip
     assert [attributes.get("aria-current") for attributes, _ in anchors] == [None, "true", None]
+
+
+def test_credit_turn_by_turn(page, tmp_path):
+    tree = show(page, "split=train&step=2&group=g4&trajectory=0&turn=1&tokens=1", tmp_path)
+    head, *rows = [cells for _, cells in tree.rows["credit"]]
+    assert head == [] and len(rows) == 3
+    # t, action, r, G, V, recorded; gigpo, then grpo, reinforce, rloo, turn_gae, vineppo: one of four won
+    assert rows[2][:6] == ["2", "go 0", "1", "1", "0.5", "−1.25"]
+    assert rows[2][7:] == ["+1.5", "+0.75", "+1", "+0.5", "+0.5"]
+    assert "2 continuations from here, mean 0.5: 10" in tree.texts["turn-1"]
+    assert [cells[1:] for _, cells in tree.rows["states"][1:]] == [["3 turns", "3"]] * 3
+    left = show(page, "split=train&step=2&group=g5&trajectory=0", tmp_path)
+    assert (
+        "left out by the filter" in left.texts["reader"]
+        and "no algorithm has scored it" in left.texts["reader"]
+    )
+    assert [attributes["data-left"] for attributes, _ in left.rows["group"][1:]] == ["out"] * 4
+    assert ", trained" in tree.texts["turn-0"] and ", trained" not in left.texts["turn-0"]
+
+
+def test_a_search_tree(tmp_path):
+    root = Node(None, None, 0, 0, observation=NASTY, executed=True)
+    root.children = [Node(name, root, 1, 0, executed=True) for name in ("left", "right")]
+    deep = Node(NASTY, root.children[1], 2, 0, executed=True)
+    root.children[1].children = [deep]
+    deep.backup(1.0)
+    root.children[0].backup(0.0)
+    (tmp_path / "trees.jsonl").write_bytes(2 * (orjson.dumps({"task": "t7", "root": root.to_dict()}) + b"\n"))
+    page = build_trees(tmp_path).path
+    tree = show(page, "tree=1&node=3", tmp_path)
+    assert "2 of 2 trees" in tree.texts["count"] and tree.tags["img"] == 0
+    assert NASTY in tree.texts["tree"] and NASTY in tree.texts["side"]
+    assert [cells for _, cells in tree.rows["node"]][:2] == [["1"], ["1"]]  # N, Q
 
 
 def test_recorded_markup_stays_text(page, tmp_path):

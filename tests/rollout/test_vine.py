@@ -190,6 +190,7 @@ def test_equal_trajectories_share_all_rollouts(world, row, n):
         assert rewards(trajectory) == [1] * 6
     counts = [trajectory.info["vine"] for trajectory in found]
     assert [one["states"] for one in counts] == [5] * n
+    assert all(one["returns"] == {str(6 - k): [k] * 4 for k in range(5, 0, -1)} for one in counts)
     total = Counter(
         {name: sum(one[name] for one in counts) for name in ("unique_states", "rollouts", "turns")}
     )

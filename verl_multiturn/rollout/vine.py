@@ -251,4 +251,7 @@ class VineEpisode(Episode):
             "truncated": sum(outcome.truncated for outcome in outcomes),
             "return_std": float(np.mean(spreads)) if spreads else 0.0,
             "error": errors[0] if errors else None,
+            "returns": {
+                str(t): self.group.states[key].returns for (t, begun), key in self.held.items() if not begun
+            },
         }

@@ -1,46 +1,7 @@
-"use strict";
-// Reading the embedded data, and building the page's elements. Recorded texts only ever become text nodes.
+// Reading the embedded data, a step at a time.
 
-const $ = (id) => document.getElementById(id);
-const META = JSON.parse($("meta").textContent);
 const KEPT = 6; // parsed steps held in memory
 const cache = new Map();
-
-function h(tag, props, ...children) {
-  const element = document.createElement(tag);
-  for (const [name, value] of Object.entries(props || {})) {
-    if (value === null || value === undefined || value === false) continue;
-    if (name === "on") for (const [event, act] of Object.entries(value)) element.addEventListener(event, act);
-    else if (name === "data") Object.assign(element.dataset, value);
-    else if (name === "style") for (const [k, v] of Object.entries(value)) element.style.setProperty(k, v);
-    else element.setAttribute(name, value === true ? "" : value);
-  }
-  element.append(
-    ...children.flat().filter((child) => child !== null && child !== undefined && child !== false),
-  );
-  return element;
-}
-
-function s(tag, props, ...children) {
-  const element = document.createElementNS("http://www.w3.org/2000/svg", tag);
-  for (const [name, value] of Object.entries(props || {})) element.setAttribute(name, value);
-  element.append(...children);
-  return element;
-}
-
-// 3 digits, no needless zeros; signed where the sign is the message
-function number(x, signed) {
-  if (x === null || x === undefined) return "–";
-  const size = Math.abs(x);
-  let text =
-    size !== 0 && (size < 0.001 || size >= 1e6)
-      ? x.toExponential(2)
-      : String(+x.toFixed(size < 10 ? 3 : size < 1000 ? 2 : 0));
-  if (text === "-0") text = "0";
-  return (signed && x > 0 ? "+" : "") + text.replace("-", "−");
-}
-
-const plural = (n, word) => `${n.toLocaleString("en")} ${word}${n === 1 ? "" : "s"}`;
 
 function unpack(fields, row, strings) {
   const record = {};
@@ -60,6 +21,8 @@ function loadStep(n) {
   if (held) return held;
   const raw = JSON.parse($(`step-${n}`).textContent);
   const data = { trajectories: [], groups: new Map(), anchors: new Map(), scale: 0, tokens: null };
+  data.impossible = raw.impossible;
+  data.scales = META.algorithms.map(() => 0);
   raw.trajectories.forEach((row, at) => {
     const one = unpack(META.trajectory_fields, row, raw.strings);
     one.at = at;
@@ -69,6 +32,7 @@ function loadStep(n) {
     one.turns.forEach((turn, t) => {
       for (const part of [turn, ...(turn.steps || [])])
         data.scale = Math.max(data.scale, Math.abs(part.advantage || 0));
+      (turn.scores || []).forEach((A, k) => (data.scales[k] = Math.max(data.scales[k], Math.abs(A || 0))));
       if (turn.anchor === null) return;
       if (!data.anchors.has(turn.anchor)) data.anchors.set(turn.anchor, []);
       data.anchors.get(turn.anchor).push([one, t]);
@@ -110,3 +74,6 @@ function outcome(one) {
   if (one.success === false) return ["✗", "not solved", "bad"];
   return ["·", "success not recorded", "none"];
 }
+
+// A filter left its group out: nothing of it was trained.
+const leftOut = (one, split) => split === "train" && one.trained === false;

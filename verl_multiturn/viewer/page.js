@@ -12,7 +12,7 @@ function draw(withCurves) {
   drawBar();
   drawList(data, one);
   drawReader({ ...state, split: here().split }, data, one, openTurn);
-  drawSide(state, data, one, goTo);
+  drawSide({ ...state, split: here().split }, data, one, goTo);
 }
 
 function drawBar() {
@@ -111,6 +111,7 @@ function listRow(one, current) {
       "button",
       {
         "aria-current": current ? "true" : null,
+        data: { left: leftOut(one, here().split) ? "out" : "in" },
         on: { click: () => update({ n: one.at, turn: null }, true) },
       },
       h("span", { class: mood, title: word }, sign),

@@ -21,6 +21,7 @@ function drawReader(state, data, one, openTurn) {
     ["dynamics seed", one.dynamics_seed],
     ["seconds", one.seconds === null ? null : number(one.seconds)],
     ["environment", one.env === META.env ? null : one.env],
+    ["continuations", one.vine ? `${one.vine.rollouts}, ${one.vine.failed} failed` : null],
   ].filter(([, value]) => value !== null);
   $("reader").replaceChildren(
     h(
@@ -33,6 +34,7 @@ function drawReader(state, data, one, openTurn) {
       ),
       h("span", { class: `badge ${mood}` }, word),
       ended && h("span", { class: one.truncated ? "badge warn" : "badge" }, ended),
+      leftOut(one, state.split) && h("span", { class: "badge warn" }, "left out by the filter"),
       h("code", { class: "uid" }, `group ${one.group}`),
     ),
     h(
@@ -43,12 +45,14 @@ function drawReader(state, data, one, openTurn) {
     (one.instruction &&
       h("details", { class: "text" }, h("summary", {}, "instruction"), h("pre", {}, one.instruction))) ||
       "",
+    creditTable(state, data, one, openTurn),
     ...turnsOf(state, data, one, openTurn),
   );
 }
 
 function turnsOf(state, data, one, openTurn) {
   const G = returnsToGo(one, state.gamma);
+  const trained = state.split !== "val" && !leftOut(one, state.split);
   return one.turns.map((turn, t) => {
     const tokens = state.tokens ? tokensOf(data, one.at, t) : null;
     const members = turn.anchor === null ? [] : data.anchors.get(turn.anchor);
@@ -83,8 +87,10 @@ function turnsOf(state, data, one, openTurn) {
         quantity("A", turn.advantage === null ? "absent" : number(turn.advantage, true), "advantage"),
         turn.advantage === null ? null : bar(turn.advantage, data.scale),
       ),
+      rollouts(one, t),
+      mask(tokens, trained),
       seen(turn, tokens),
-      utterance(turn, tokens, state.split),
+      utterance(turn, tokens, trained),
       (turn.steps || []).map((step) => stepCredit(step, data.scale)),
       footer(turn),
     );
@@ -157,17 +163,17 @@ function seen(turn, tokens) {
 }
 
 // What the policy wrote, and in training was trained on, is marked; nothing else of a row is trained.
-function utterance(turn, tokens, split) {
+function utterance(turn, tokens, trained) {
   const written = tokens && tokens.action;
   if (!written && turn.text === null) return h("p", { class: "absent" }, "utterance not recorded");
   const title = [
     "utterance",
-    split === "val" ? "" : ", trained",
+    trained ? ", trained" : "",
     written ? `, ${plural(written.length, "token")}` : "",
   ].join("");
   return h(
     "div",
-    { class: "text said" },
+    { class: trained ? "text said" : "text said idle" },
     h("h4", {}, title),
     h("pre", {}, written ? written.map(chip) : h("mark", {}, turn.text)),
   );

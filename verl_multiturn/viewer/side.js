@@ -13,7 +13,8 @@ function drawSide(state, data, one, goTo) {
   );
   const rows = group.map((member) => {
     const [sign, word, mood] = outcome(member);
-    return row(member === one, () => goTo(member, null), { trajectory: member.trajectory }, [
+    const data = { trajectory: member.trajectory, left: leftOut(member, state.split) ? "out" : "in" };
+    return row(member === one, () => goTo(member, null), data, [
       h("span", { class: mood, title: word }, sign),
       String(member.trajectory),
       number(member.return),
@@ -28,7 +29,28 @@ function drawSide(state, data, one, goTo) {
     h("p", {}, `mean return ${number(mean)}`, flat ? "; all equal: no signal between trajectories" : ""),
     h("table", { id: "group" }, head, rows),
     ...anchorPanel(state, data, one, goTo),
+    ...states(data, one, goTo),
   );
+}
+
+// The states that the group met more than once, to click through; the first turn of each is opened.
+function states(data, one, goTo) {
+  const met = [...data.anchors.values()]
+    .filter((members) => members.length > 1 && members[0][0].group === one.group)
+    .sort((a, b) => b.length - a.length);
+  if (!met.length) return [];
+  const rows = met.slice(0, 30).map((members) => {
+    const [first, t] = members[0];
+    const actions = new Set(members.map(([member, at]) => (member.turns[at].actions || []).join(" | ")));
+    const cells = [String(first.turns[t].anchor), plural(members.length, "turn"), String(actions.size)];
+    return row(false, () => goTo(first, t), { anchor: first.turns[t].anchor }, cells);
+  });
+  const head = h(
+    "tr",
+    {},
+    ["state", "met by", "actions"].map((name) => h("th", {}, name)),
+  );
+  return [h("h2", {}, "States met more than once"), h("table", { id: "states" }, head, rows)];
 }
 
 function anchorPanel(state, data, one, goTo) {
