@@ -75,7 +75,8 @@ def pack_step(folder: Path, split: str, step: int, tokens: bool = True, score: S
             raise ValueError(f"{path}, line {line}: {problem}; it is not a trajectory that can be shown")
     main = run_files.by_panel(records)[""]  # the curves are of the run's own panel
     packer = _Packer()
-    scores, impossible = score(split, records) if score else ([None] * len(records), {})
+    nothing: list[TurnScores | None] = [None] * len(records)
+    scores, impossible = score(split, records) if score else (nothing, {})
     rows = [packer.trajectory(record, found) for record, found in zip(records, scores, strict=True)]
     packed = [[packer.tokens(turn) for turn in record["turns"]] for record in records if tokens]
     some = any(part is not None for turns in packed for turn in turns for part in turn)

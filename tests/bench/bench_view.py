@@ -3,10 +3,12 @@
 Episodes of FrozenLake by the random policy, and by the expert in a share that grows over the steps; values
 are means of 3 continuations of the random policy from snapshots, token ids are the bytes of the texts.
 Then: seconds to build the page, and in headless Chromium, a fresh one each time, first contentful paint and
-the time until another step, another trajectory and a filter are drawn.
+the time until another step, another trajectory and a filter are drawn. `--shots FOLDER` takes pictures of two
+places of that page and of a page of search trees (20 tasks, 60 iterations, candidates of the random policy).
 """
 
 import argparse
+import base64
 import json
 import os
 import random
@@ -24,7 +26,10 @@ from verl_multiturn.env import derive_seed, make
 from verl_multiturn.rollout.episode import anchor_of
 from verl_multiturn.rollout.pool import reset, step
 from verl_multiturn.runs import RunWriter, to_turns
+from verl_multiturn.search.config import SearchConfig
+from verl_multiturn.search.mcts import search
 from verl_multiturn.view import build_view
+from verl_multiturn.view_trees import build_trees
 
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 FLAGS = (
@@ -169,12 +174,51 @@ def once(page):
     with tempfile.TemporaryDirectory() as profile:
         browser = Browser(profile)
         try:
-            browser.call("Page.navigate", url=page.as_uri())
+            browser.call("Page.navigate", url=page.absolute().as_uri())
             found = {"first contentful paint": browser.until(PAINT)}
             browser.until("document.querySelectorAll('#rows button').length")
             found["trajectory shown"] = browser.value("performance.now()")
             return found | {name: browser.value(TIMED % act) for name, act in ACTS.items()}
         finally:
+            browser.close()
+
+
+def write_trees(file, tasks=20):
+    """Search trees of FrozenLake."""
+    env, config = make(ENV), SearchConfig(iterations=60, width=4, max_depth=8)
+    with file.open("w") as lines:
+        for task in range(tasks):
+            observation, info = env.reset(task)
+            tree = search(env, observation, random_moves, config=config, seed=task)
+            about = {"task": task, "task_type": info["task_type"], "env": ENV, "success": tree.success}
+            about |= {"proposals": tree.proposals, "env_steps": tree.env_steps, "stopped": tree.stopped}
+            lines.write(json.dumps(about | {"root": tree.to_dict()}) + "\n")
+
+
+def random_moves(observation, history, n, rng):
+    return [rng.choice(["up", "down", "left", "right"]) for _ in range(n)]
+
+
+def shots(page, folder):
+    """Pictures of the credit of a trajectory, of its tokens, and of a search tree."""
+    with tempfile.TemporaryDirectory() as temporary:
+        file = Path(temporary) / "lake_trees" / "trees.jsonl"
+        file.parent.mkdir()
+        write_trees(file)
+        places = {
+            "credit": f"{page.as_uri()}#split=train&step=25&turn=3&curves=1",
+            "tokens": f"{page.as_uri()}#split=train&step=30&success=bad&tokens=1&turn=1&curves=0",
+            "tree": f"{build_trees(file).path.as_uri()}#tree=1&node=1",
+        }
+        for name, url in places.items():
+            browser = Browser(f"{temporary}/{name}")
+            browser.call("Page.navigate", url=url)
+            browser.until(
+                "document.querySelectorAll('#rows button').length && document.readyState == 'complete'"
+            )
+            picture = browser.call("Page.captureScreenshot", format="png")["data"]
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / f"{name}.png").write_bytes(base64.b64decode(picture))
             browser.close()
 
 
@@ -184,6 +228,7 @@ def main():
     parser.add_argument("--trajectories", type=int, default=10_000)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--shots", type=Path)
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         folder = given.folder or Path(temporary) / "run"
@@ -193,6 +238,8 @@ def main():
         page = build_view(folder)
         built = time.perf_counter() - start
         rounds = [once(page.path) for _ in range(given.rounds)]
+        if given.shots:
+            shots(page.path.absolute(), given.shots)
     medians = {name: round(statistics.median(one[name] for one in rounds)) for name in rounds[0]}
     found = {
         "trajectories": page.trajectories, "MB": round(page.size / 1e6, 1), "tokens": page.tokens,
