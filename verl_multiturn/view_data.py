@@ -108,7 +108,7 @@ class _Packer:
 
     def trajectory(self, record: Record, scores: TurnScores | None) -> list[Any]:
         """Its fields in order, and its turns."""
-        each = scores or [None] * len(record["turns"])
+        each: Sequence[Sequence[float | None] | None] = scores or [None] * len(record["turns"])
         row = [self._pack[kind](record.get(name)) for name, kind in TRAJECTORY_FIELDS]
         turns = zip(record["turns"], each, strict=True)
         return [*row, [self._turn(record["group"], turn, found) for turn, found in turns]]
