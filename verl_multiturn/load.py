@@ -19,6 +19,7 @@ from typing import Any
 from verl_multiturn.errors import unknown
 
 _running: dict[str, threading.RLock] = {}  # by file: no thread may see one that is half run
+_caches = threading.Lock()
 _HOW = "An environment is a file environments/<name>.py, pkg.module:Class or path/to/file.py:Class."
 
 
@@ -89,10 +90,12 @@ def environment_folders() -> list[Path]:
 
 
 def _see_cwd() -> None:
-    # At the end: a file in the working directory must not hide an installed module.
-    if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())
-    importlib.invalidate_caches()
+    # Two threads in invalidate_caches delete the same entry of a dict: KeyError.
+    with _caches:
+        # At the end: a file in the working directory must not hide an installed module.
+        if os.getcwd() not in sys.path:
+            sys.path.append(os.getcwd())
+        importlib.invalidate_caches()
 
 
 def _modules() -> dict[str, Path]:
