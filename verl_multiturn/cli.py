@@ -21,6 +21,7 @@ from verl_multiturn.cli_eval import evaluate
 from verl_multiturn.cli_games import make_alfworld_games
 from verl_multiturn.cli_plan import plan
 from verl_multiturn.cli_run import key_values, play, replay, rescore
+from verl_multiturn.cli_search import pairs, search
 from verl_multiturn.cli_setup import doctor
 from verl_multiturn.cli_table import Launching, table
 
@@ -144,7 +145,8 @@ def view(
 
 
 for command in (
-    envs, panels, measure_envs, rescore, estimators, replay, play, plan, doctor, make_alfworld_games,
+    envs, panels, measure_envs, rescore, estimators, replay, play, search, pairs, plan, doctor,
+    make_alfworld_games,
 ):  # fmt: skip
     app.command()(command)
 app.command("eval")(evaluate)

@@ -24,6 +24,8 @@ from verl_multiturn.rollout.episode import check_anchor
 from verl_multiturn.rollout.parsing import ActionFormat
 from verl_multiturn.rollout.prompts import prompt_policy
 from verl_multiturn.rollout.vine_config import Vine
+from verl_multiturn.search.config import configured
+from verl_multiturn.search.pair_files import PairConfig
 
 VERL_ALGORITHMS = {"grpo": "grpo", "ppo": "gae", "verl": None}  # name -> verl's adv_estimator
 TOKEN_ALGORITHMS = ("bilevel_gae",)  # ours, with one advantage per token
@@ -105,6 +107,8 @@ def _check_choices(config: DictConfig) -> None:
     elif settings.algorithm not in VERL_ALGORITHMS:
         find(settings.algorithm).configure(keywords(settings))
     detectors(plain(settings.collapse))
+    configured(plain(settings.search))
+    PairConfig.of(plain(settings.pairs))
     _check_rewards(settings)
     if settings.algorithm == "vineppo":
         _check_vine(config)

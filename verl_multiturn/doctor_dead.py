@@ -61,6 +61,8 @@ def _rules(config: DictConfig) -> Iterator[tuple[str, str]]:
             yield rf"multiturn\.{other}\..+", f"multiturn.algorithm is {settings.algorithm}"
     if settings.algorithm != "vineppo":
         yield r"multiturn\.vine\..+", f"multiturn.algorithm is {settings.algorithm}"
+    if settings.algorithm != "qvalue":
+        yield r"multiturn\.(search|pairs)\..+", "read by the commands search and pairs, not by a run"
     if settings.algorithm not in VERL_ALGORITHMS:
         where = f"multiturn.{block}" if ":" not in block else "multiturn.keywords"
         names = "gamma|lam|norm_adv_by_std_in_grpo|use_pf_ppo|pf_ppo.*"

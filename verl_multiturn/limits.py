@@ -97,7 +97,7 @@ TASK_KEYS = ("first_seed", "size", "split")
 OWN_METRICS = ("val", "success", "success_low", "success_high", "return", "turns", "episodes", "failed")
 BLOCKS = (
     *("action", "prompt", "failures", "small_model", "filter", "normalize", "collapse", "information"),
-    *("gigpo", "reinforce", "turn_gae", "rloo", "bilevel_gae", "vineppo", "vine"),
+    *("gigpo", "reinforce", "turn_gae", "rloo", "bilevel_gae", "vineppo", "vine", "search", "pairs"),
 )
 
 

@@ -80,6 +80,18 @@ def panel_of(settings: DictConfig, split: str, exclude: frozenset[str] = frozens
     return replace(panel, split=split)  # its role in this run decides how its tasks are seeded
 
 
+def training_tasks(settings: DictConfig, size: int | None = None) -> Panel:
+    """The first `size` training tasks of a run, without those of its other panels, by content.
+
+    Raises:
+        ValueError: see `panel_of`.
+    """
+    others = [panel_of(settings, split).hashes for split in ("val", "test") if settings[split] is not None]
+    if size is not None and not isinstance(given := _given(settings, "train"), str):
+        settings.train = {**given, "size": min(size, given.get("size", size))}
+    return panel_of(settings, "train", frozenset[str]().union(*others))
+
+
 def source(settings: DictConfig, split: str) -> str:
     """Where the tasks of a role come from, in words."""
     given = _given(settings, split)

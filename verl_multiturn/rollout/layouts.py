@@ -39,9 +39,14 @@ class NextPrompt(NamedTuple):
 
     ids: list[int]  # all tokens it sees
     new: list[int]  # those that its training row gains before the utterance
-    text: str  # of the last message
+    messages: Messages  # the chat that the tokens stand for
     dropped_turns: int = 0  # left out to fit the budget
     dropped_actions: int = 0
+
+    @property
+    def text(self) -> str:
+        """Of the last message."""
+        return self.messages[-1]["content"]
 
 
 class TurnRows:
@@ -55,8 +60,7 @@ class TurnRows:
     def prompt(self, view: View) -> NextPrompt | None:
         """The prompt of the next turn."""
         fit = self.policy.fit(view, self.chat.build_initial_tokens, self.limits.max_prompt_tokens)
-        text = fit.messages[-1]["content"]
-        return NextPrompt(fit.ids, fit.ids, text, fit.dropped_turns, fit.dropped_actions)
+        return NextPrompt(fit.ids, fit.ids, fit.messages, fit.dropped_turns, fit.dropped_actions)
 
     def heard(self, ids: list[int], text: str) -> None:
         """The next chat is built from the view alone."""
@@ -79,8 +83,7 @@ class TrajectoryRows:
             encode, budget = self.chat.build_initial_tokens, self.limits.max_prompt_tokens
             fit = self.policy.fit(view, encode, budget)
             self.messages, self.ids, self.start = fit.messages, fit.ids, len(fit.ids)
-            text = fit.messages[-1]["content"]
-            return NextPrompt(fit.ids, fit.ids, text, 0, fit.dropped_actions)
+            return NextPrompt(fit.ids, fit.ids, fit.messages, 0, fit.dropped_actions)
         # An utterance cut by its token limit is closed as the chat template would close it.
         closed = self.ids if self.ids[-1] == self.eos or self.eos is None else [*self.ids, self.eos]
         updated = [*self.messages, self.policy.follow_up(view)]
@@ -88,7 +91,7 @@ class TrajectoryRows:
         if len(ids) - self.start + self.limits.max_action_tokens > self.limits.max_response_tokens:
             return None
         new, self.messages, self.ids = ids[len(self.ids) :], updated, ids
-        return NextPrompt(ids, new, updated[-1]["content"])
+        return NextPrompt(ids, new, updated)
 
     def heard(self, ids: list[int], text: str) -> None:
         """Append what the policy said, as the sampled tokens."""

@@ -5,7 +5,9 @@ those of the authors' scripts: WebShop (30 iterations, 5 candidates, 10 turns, a
 -0.5, an invalid action -1) and HotPotQA (7 turns, -1, 0). Both stop at the first success.
 """
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal
 
 from verl_multiturn.algorithms.registry import Config
 from verl_multiturn.errors import unknown
@@ -27,17 +29,24 @@ class SearchConfig(Config):
     stop_on_rollout_success: bool = False  # likewise after a rollout that solved the task
     revisit_closed: bool = False  # plain UCT: a closed node may be selected again, which costs nothing
     divide_twice: bool = False  # UCT on W / N² as in the authors' code
+    parallel: int = 1  # k, visits of a tree under way at the same time, in waves
+    virtual_loss: float = 1.0  # taken off W for each visit under way, which counts in N as well
+    prior: Literal["none", "visits", "puct"] = "none"  # how values known beforehand guide the selection
+    prior_visits: int = 1  # prior=visits: a value counts as so many visits; they are never booked
+    prior_temperature: float = 1.0  # prior=puct: shares are the softmax of the values over this
     max_proposals: int | None = None  # answers of the policy, never exceeded
     max_env_steps: int | None = None  # steps of the environment, never exceeded
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for key in ("iterations", "width", "max_depth"):
+        for key in ("iterations", "width", "max_depth", "parallel", "prior_visits"):
             self.check_range(key, 1)
         for key in ("rollout_depth", "max_proposals", "max_env_steps"):
             if getattr(self, key) is not None:
                 self.check_range(key, self.max_depth if key == "rollout_depth" else 1)
-        self.check_range("c", 0)
+        for key in ("c", "virtual_loss"):
+            self.check_range(key, 0)
+        self.check_range("prior_temperature", 1e-6)
         self.check_range("gamma", 0, 1)
 
 
@@ -55,3 +64,18 @@ def preset(name: str) -> SearchConfig:
     if name not in PRESETS:
         raise unknown("search preset", name, PRESETS)
     return PRESETS[name]
+
+
+def configured(settings: Mapping[str, Any]) -> SearchConfig:
+    """The config of a group of keys: `preset`, and fields of `SearchConfig`; null leaves the preset's.
+
+    Raises:
+        ValueError: an unknown preset or key, or a value that does not fit.
+    """
+    base = preset(settings.get("preset") or "default")
+    given = {key: value for key, value in settings.items() if key != "preset" and value is not None}
+    valid = [field.name for field in fields(SearchConfig)]
+    for key in given:
+        if key not in valid:
+            raise unknown("key of a search", key, ["preset", *valid])
+    return replace(base, **given)

@@ -6,7 +6,7 @@ leaf, carries out the first, plays on to the end, and books the return on the pa
     G_edge = r + γ · (0 if terminated, timeout_return if a limit ended it, invalid_return if the
              environment did not know the action, else the return of what followed)
 
-What the authors' code does otherwise, each a test in tests/search/test_mcts.py:
+What the authors' code does otherwise, each a test in tests/search/test_defects.py:
 * the mean W / N is not divided by N again (the preset repo_compat does);
 * a candidate is carried out when it is selected, not when it is proposed, and in its parent's
   restored state; equal candidates are merged before that;
@@ -14,29 +14,40 @@ What the authors' code does otherwise, each a test in tests/search/test_mcts.py:
 * every node on the path books the same visit, and so does the success that ends the search;
 * a depth limit truncates, it does not make a node terminal; errors of the environment are raised.
 
-The policy is any function; the noise of the environment is drawn anew in every branch, so a search
-does not see what the real episode's chances will be. Random numbers follow from the seed and the
-path: same seed, same tree.
+With `parallel` = k iterations come in waves of up to k: each selects with a virtual loss on the paths of
+those before it (W − loss · f, N + f where f are under way), all are played at once, and their returns are
+booked in the order of selection. So the tree does not depend on who answers first.
+
+The policy is any function, or any `worlds.World`; the noise of the environment is drawn anew in every
+branch, so a search does not see what the real episode's chances will be. Random numbers follow from the
+seed and the path: same seed, same tree.
 """
 
-import random
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any
 
 import numpy as np
 
 from verl_multiturn.base_env import Env, derive_seed
 from verl_multiturn.search.config import PRESETS, SearchConfig, preset
-from verl_multiturn.search.tree import History, Node, Stopped, Tree
-from verl_multiturn.search.uct import uct
+from verl_multiturn.search.step_value import Step, StepValue
+from verl_multiturn.search.tree import Node, Stopped, Tree
+from verl_multiturn.search.uct import puct, uct
+from verl_multiturn.search.worlds import Account, EnvWorld, Place, Propose, Spent, World
 
-__all__ = ["PRESETS", "Propose", "SearchConfig", "canonical", "preset", "search"]
+__all__ = ["PRESETS", "Growth", "Propose", "SearchConfig", "canonical", "preset", "root_of", "search"]
 
-Propose = Callable[[str, History, int, random.Random], list[str]]  # observation, turns before, n, rng
+Together = Callable[[list[Coroutine[Any, Any, Any]]], Awaitable[list[Any]]]
 
 
 def canonical(action: str) -> str:
     """Two actions are one if they differ in case and spacing only."""
     return " ".join(action.split()).lower()
+
+
+def root_of(seed: int | str, observation: str) -> Node:
+    """The root of a new tree."""
+    return Node(None, None, 0, derive_seed("search", seed), observation=observation, executed=True)
 
 
 def search(
@@ -47,6 +58,7 @@ def search(
     config: SearchConfig = PRESETS["default"],
     seed: int | str = 0,
     same: Callable[[str], str] = canonical,
+    value: StepValue | None = None,
 ) -> Tree:
     """Grow a tree from the environment's current state; `env` itself is not touched.
 
@@ -58,124 +70,218 @@ def search(
         config: limits, penalties, budgets.
         seed: of the search.
         same: actions with an equal image are merged; the first spelling is kept.
+        value: of the candidates, for `config.prior`.
 
     Raises:
-        ValueError: the environment has no snapshots, or a policy returns no list of strings.
+        ValueError: the environment has no snapshots, a policy returns no list of strings, or a prior
+            has no value.
     """
     if env.snapshots == "none":
         raise ValueError(f"{type(env).__name__} has no snapshots, which a search needs to go back.")
     work = env.fork()
     try:
-        return _Search(work, observation, propose, rollout or propose, config, seed, same).run()
+        tree = Tree(root_of(seed, observation))
+        tree.root.snapshot = work.snapshot()
+        world = EnvWorld(work, propose, rollout or propose, Account(tree, config), same)
+        _finished(Growth(tree, world, config, value).run())
     finally:
         work.close()
+    return tree
 
 
-class _Spent(Exception):
-    """The next call would exceed a budget."""
+def _finished(coroutine: Coroutine[Any, Any, None]) -> None:
+    """Run a coroutine in which nothing waits: no event loop is needed, and one may be running."""
+    try:
+        coroutine.send(None)
+    except StopIteration:
+        return
+    raise RuntimeError("a search of a plain environment waited for something")
 
 
-class _Search:
-    """One search: the environment it moves about in, and the tree."""
+async def one_by_one(coroutines: list[Coroutine[Any, Any, Any]]) -> list[Any]:
+    """The results, one after the other."""
+    return [await coroutine for coroutine in coroutines]
+
+
+class Growth:
+    """Grows a tree in a world.
+
+    Args:
+        tree: a root with its snapshot.
+        world: what is asked, and acts.
+        config: limits, penalties, budgets.
+        value: of the candidates, for `config.prior`.
+        together: how the calls of a wave are awaited.
+
+    Raises:
+        ValueError: a prior without a value, or a value without one.
+    """
 
     def __init__(
         self,
-        env: Env,
-        observation: str,
-        propose: Propose,
-        rollout: Propose,
+        tree: Tree,
+        world: World,
         config: SearchConfig,
-        seed: int | str,
-        same: Callable[[str], str],
+        value: StepValue | None = None,
+        together: Together = one_by_one,
     ) -> None:
-        self.env, self.propose, self.rollout, self.config, self.same = env, propose, rollout, config, same
-        root = Node(None, None, 0, derive_seed("search", seed), observation=observation, executed=True)
-        root.snapshot = env.snapshot()
-        self.tree = Tree(root)
-        self.start = env.turn  # a replayed restore repeats the turns before the root too
+        if (value is None) != (config.prior == "none"):
+            raise ValueError(
+                f"SearchConfig.prior={config.prior!r} needs a StepValue in `value`."
+                if value is None
+                else "a search with `value` needs SearchConfig.prior='visits' or 'puct'."
+            )
+        self.tree, self.world, self.config, self.value, self.together = tree, world, config, value, together
         self.stop = config.max_depth if config.rollout_depth is None else config.rollout_depth
 
-    def run(self) -> Tree:
+    async def run(self) -> None:
         """Grow the tree until it is stopped, and let go of the environment's states."""
-        self.tree.stopped = self._grow()
+        self.tree.stopped = await self._grow()
         for node in self.tree.nodes():
-            node.snapshot = None  # a tree is a record, not a set of environments
-        return self.tree
+            node.snapshot = node.said = None  # a tree is a record, not a set of environments
+            node.flying = 0  # a spent budget leaves descents where they were
 
-    def _grow(self) -> Stopped:
-        """Iterate, booking one return each time; why it ended."""
+    async def _grow(self) -> Stopped:
+        """Iterate, booking each return; why it ended."""
         tree, config = self.tree, self.config
-        for _ in range(config.iterations):
+        while tree.iterations < config.iterations:
             try:
-                leaf = self._select()
-                after, solved = self._after(leaf)
-            except _Spent:
-                return "budget"  # the return is unknown and is not booked; its costs are
-            leaf.backup(after if leaf is tree.root else leaf.reward + config.gamma * after, config.gamma)
-            if leaf.closed:
-                leaf.close()
-            tree.iterations += 1
-            tree.rollout_successes += solved
-            if (leaf.success and config.stop_on_success) or (solved and config.stop_on_rollout_success):
+                leaves = await self._leaves(min(config.parallel, config.iterations - tree.iterations))
+            except Spent:
+                return "budget"
+            outcomes = await self.together([self._visit(leaf) for leaf in leaves])
+            over = False
+            for leaf, outcome in zip(leaves, outcomes, strict=True):
+                for node in leaf.path:
+                    node.flying -= 1
+                if outcome is not None:  # else the return is unknown and is not booked; its costs are
+                    over |= self._book(leaf, *outcome)
+            if over:
                 return "success"
+            if None in outcomes:
+                return "budget"
             if tree.root.closed and not config.revisit_closed:
                 return "closed"
         return "iterations"
 
-    def _select(self) -> Node:
-        """Down the tree to a node that is new, or at max_depth, or an end."""
-        node = self.tree.root
-        while node.executed:
+    def _book(self, leaf: Node, after: float, solved: bool) -> bool:
+        """Book a return; whether it ends the search."""
+        tree, config = self.tree, self.config
+        leaf.backup(after if leaf is tree.root else leaf.reward + config.gamma * after, config.gamma)
+        if leaf.closed:
+            leaf.close()
+        tree.iterations += 1
+        tree.rollout_successes += solved
+        return (leaf.success and config.stop_on_success) or (solved and config.stop_on_rollout_success)
+
+    async def _leaves(self, k: int) -> list[Node]:
+        """Up to k different nodes to visit: fewer where the descents meet."""
+        leaves: list[Node] = []
+        self.tree.root.flying += k
+        going = [self.tree.root] * k
+        while going:
+            asking: list[Node] = []
+            for start in going:
+                node = self._descend(start)
+                if self._to_expand(node):
+                    asking.append(node)
+                elif node in leaves:
+                    for passed in node.path:
+                        passed.flying -= 1
+                else:
+                    leaves.append(node)
+            await self.together([self._expand(node) for node in dict.fromkeys(asking)])
+            going = asking
+        return leaves
+
+    def _descend(self, node: Node) -> Node:
+        """Down the tree to a node that is new, to be expanded, at max_depth, or an end."""
+        while node.executed and not self._to_expand(node):
             if node.closed and not node.children:
                 return node
             if node.depth >= self.config.max_depth or (node.parent and not node.N):
                 return node
-            if not node.expanded:
-                self._expand(node)
-                if not node.children:
-                    node.closed = True  # a dead end: the policy knows no action here
-                    return node
             node = self._choose(node)
-        self._execute(node)
+            node.flying += 1
         return node
 
+    def _to_expand(self, node: Node) -> bool:
+        seen = node.executed and (node.parent is None or node.N > 0)
+        return seen and not (node.expanded or node.closed or node.depth >= self.config.max_depth)
+
     def _choose(self, node: Node) -> Node:
-        """The open child with the highest UCT; unvisited ones first, in the order of proposal."""
-        again = self.config.revisit_closed
-        children = [child for child in node.children if again or not child.closed]
-        for child in children:
-            if not child.N or len(children) == 1:
-                return child
-        W, N = np.array([(child.W, child.N) for child in children]).T
-        scores = uct(W / N if self.config.divide_twice else W, N, node.N, self.config.c)
+        """The open child with the highest score; unvisited ones first, in the order of proposal."""
+        config = self.config
+        children = [child for child in node.children if config.revisit_closed or not child.closed]
+        if len(children) == 1:
+            return children[0]
+        if config.prior == "none":
+            for child in children:
+                if not child.N + child.flying:
+                    return child
+        W, N, flying, prior = np.array([(c.W, c.N, c.flying, c.prior) for c in children]).T
+        W, N = W - config.virtual_loss * flying, N + flying
+        parent = node.N + float(flying.sum())
+        if config.prior == "puct":
+            scores = puct(W, N, parent, prior, config.c)
+        else:
+            if config.prior == "visits":
+                W, N = W + config.prior_visits * prior, N + config.prior_visits
+                parent += config.prior_visits * len(children)
+            scores = uct(W / N if config.divide_twice else W, N, parent, config.c)
         return children[int(np.argmax(scores))]
 
-    def _expand(self, node: Node) -> None:
+    async def _expand(self, node: Node) -> None:
         """Ask for candidates and merge equal ones; none is carried out here."""
-        answers = self._ask(self.propose, node, node.observation, node.history(), self.config.width)
+        answers = await self.world.candidates(node, self.config.width)
         node.expanded = True
         merged: dict[str, Node] = {}
-        for action in answers:
-            key = self.same(action)
-            if key in merged:
-                merged[key].votes += 1
+        for one in answers:
+            if one.key in merged:
+                merged[one.key].votes += 1
             else:
-                merged[key] = Node(action, node, node.depth + 1, derive_seed(node.seed, "child", key))
+                child = Node(one.action, node, node.depth + 1, derive_seed(node.seed, "child", one.key))
+                child.text, child.said = one.text, one.said
+                merged[one.key] = child
         node.children = list(merged.values())
+        node.closed = not node.children  # a dead end: the policy knows no action here
+        if self.value is not None and node.children:
+            self._set_priors(node, self.value)
 
-    def _execute(self, node: Node) -> None:
-        """Carry out a candidate in its parent's state, with noise of its own."""
-        assert node.parent is not None and node.action is not None
-        self._restore(node.parent, node)
-        self._spend(node, 1)
-        node.observation, node.reward, node.terminal, truncated, info = self.env.step(node.action)
-        node.executed, node.valid, node.success = True, bool(info["valid"]), bool(info["success"])
-        node.truncated = not node.terminal and (truncated or node.depth >= self.stop)
+    def _set_priors(self, node: Node, value: StepValue) -> None:
+        path = tuple(str(one.action) for one in node.path[1:])
+        steps = [
+            Step(node.depth, str(child.action), path, node.observation, node.messages, child.text)
+            for child in node.children
+        ]
+        Q = value.values(steps).Q
+        known = Q[~np.isnan(Q)]
+        Q = np.where(np.isnan(Q), known.mean() if len(known) else 0.0, Q)  # unknown: as good as the others
+        if self.config.prior == "puct":
+            weights = np.exp((Q - Q.max()) / self.config.prior_temperature)
+            Q = weights / weights.sum()
+        for child, prior in zip(node.children, Q, strict=True):
+            child.prior = float(prior)
+
+    async def _visit(self, leaf: Node) -> tuple[float, bool] | None:
+        """Carry out a new leaf; the return of what follows, and whether a rollout solved it; None: spent."""
+        try:
+            async with self.world.place() as place:
+                if not leaf.executed:
+                    await self._execute(place, leaf)
+                return await self._after(place, leaf)
+        except Spent:
+            return None
+
+    async def _execute(self, place: Place, node: Node) -> None:
+        await place.carry_out(node)
+        node.executed = True
+        node.truncated = not node.terminal and (node.truncated or node.depth >= self.stop)
         node.closed = node.terminal or node.truncated or not node.valid
         if not node.closed:
-            node.snapshot = self.env.snapshot()
+            await place.keep(node)
 
-    def _after(self, leaf: Node) -> tuple[float, bool]:
+    async def _after(self, place: Place, leaf: Node) -> tuple[float, bool]:
         """The return of what follows the leaf, and whether a rollout from it solved the task."""
         if leaf.terminal:
             return 0.0, False
@@ -183,54 +289,9 @@ class _Search:
             return self.config.invalid_return, False
         if leaf.truncated:
             return self.config.timeout_return, False
-        return self._roll_out(leaf)
-
-    def _roll_out(self, leaf: Node) -> tuple[float, bool]:
-        """Play on with the rollout policy to the end of the episode; an invalid action costs its turn."""
-        if leaf.N:  # on the first visit the environment is still here
-            self._restore(leaf, leaf)
-        observation, history, solved = leaf.observation, leaf.history(), False
-        rewards, after = [], self.config.timeout_return
-        for turn in range(leaf.depth, self.stop):
-            actions = self._ask(self.rollout, leaf, observation, history, 1, leaf.N, turn)
-            if not actions:
-                after = self.config.invalid_return
-                break
-            self._spend(leaf, 1)
-            history += ((observation, actions[0]),)
-            observation, reward, terminated, truncated, info = self.env.step(actions[0])
-            rewards.append(reward)
-            if terminated or truncated:
-                after, solved = 0.0 if terminated else after, bool(info["success"])
-                break
-        for reward in reversed(rewards):
+        rollout = await place.roll_out(leaf, self.stop)
+        ends = {"terminated": 0.0, "cut": self.config.timeout_return, "mute": self.config.invalid_return}
+        after = ends[rollout.end]
+        for reward in reversed(rollout.rewards):
             after = reward + self.config.gamma * after
-        return after, solved
-
-    def _ask(
-        self, policy: Propose, node: Node, observation: str, history: History, n: int, *purpose: int
-    ) -> list[str]:
-        """Up to n answers of a policy, within the budget; n are charged to the node."""
-        limit = self.config.max_proposals
-        if limit is not None and self.tree.proposals + n > limit:
-            raise _Spent
-        node.proposals += n
-        self.tree.proposals += n
-        answers = policy(observation, history, n, random.Random(derive_seed(node.seed, "ask", *purpose)))
-        if isinstance(answers, str) or not all(isinstance(answer, str) for answer in answers):
-            raise ValueError(f"a search's policy must return a list of actions, not {answers!r:.80}.")
-        return list(answers[:n])
-
-    def _restore(self, state: Node, payer: Node) -> None:
-        """Put the environment into a node's state and renew its noise; a replay costs its turns."""
-        if self.env.snapshots == "replay":
-            self._spend(payer, self.start + state.depth)
-        self.env.restore(state.snapshot, derive_seed(payer.seed, "noise", payer.N))
-
-    def _spend(self, node: Node, steps: int) -> None:
-        """Charge steps of the environment to a node, within the budget."""
-        limit = self.config.max_env_steps
-        if limit is not None and self.tree.env_steps + steps > limit:
-            raise _Spent
-        node.env_steps += steps
-        self.tree.env_steps += steps
+        return after, rollout.solved

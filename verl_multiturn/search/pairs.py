@@ -13,10 +13,10 @@ does min_visits=0 here, with one exception: a terminal node that was never visit
 reward, because otherwise a tree saved at its first success prefers a wrong answer to the right one.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from math import isfinite
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -24,8 +24,9 @@ import numpy.typing as npt
 from verl_multiturn.algorithms.vectors import inside, vectors
 from verl_multiturn.errors import unknown
 
-WIN = ("best_path", "argmax")
-LOSE = ("worst", "all_below_gap")
+Win = Literal["best_path", "argmax"]
+Lose = Literal["worst", "all_below_gap"]
+WIN, LOSE = get_args(Win), get_args(Lose)
 
 TreeNode = Mapping[str, Any]  # {action, N, W, reward, terminal, children}
 
@@ -58,7 +59,26 @@ def preference_pairs(
             raise unknown(f"{kind} rule", rule, valid)
     inside("min_gap", min_gap, 0, float("inf"))
     inside("min_visits", min_visits, 0, float("inf"))
-    pairs: list[dict[str, Any]] = []
+    found = walk(tree, win, lose, min_gap, min_visits)
+    return [
+        {"path": pair.path, "win": pair.win["action"], "lose": pair.lose["action"], "gap": pair.gap}
+        for pair in found
+    ]
+
+
+class Pair(NamedTuple):
+    """A pair with its nodes: `node` is where the choice is made, `path` the actions before it."""
+
+    path: list[Any]
+    node: TreeNode
+    win: TreeNode
+    lose: TreeNode
+    gap: float
+    q_win: float
+
+
+def walk(tree: TreeNode, win: str, lose: str, min_gap: float, min_visits: int) -> Iterator[Pair]:
+    """The pairs of `preference_pairs` with their nodes, root first; the arguments are its."""
     path: list[Any] = []
     node = tree
     for which in _best_trajectory(tree):
@@ -67,11 +87,10 @@ def preference_pairs(
         best = onward if win == "best_path" else max(children, key=_value, default=onward)
         if best["N"] >= min_visits:
             for loser in _losers(best, children, lose, min_gap):
-                gap = _value(best) - _value(loser)
-                pairs.append({"path": list(path), "win": best["action"], "lose": loser["action"], "gap": gap})
+                Q = _value(best)
+                yield Pair(list(path), node, best, loser, Q - _value(loser), Q)
         path.append(onward["action"])
         node = onward
-    return pairs
 
 
 def _losers(best: TreeNode, children: list[TreeNode], lose: str, min_gap: float) -> list[TreeNode]:

@@ -11,6 +11,7 @@ from typing import Any, Literal
 from verl_multiturn.errors import unknown
 
 History = tuple[tuple[str, str], ...]  # (observation, action) of every turn before, oldest first
+COSTS = ("prompt_tokens", "tokens", "seconds")  # of a node, beside proposals and env_steps
 Stopped = Literal["iterations", "closed", "success", "budget"]
 
 
@@ -34,7 +35,14 @@ class Node:
         expanded: the policy was asked for candidates.
         snapshot: the environment's state; dropped when the node is closed.
         proposals: answers the policy gave here, in expansion and rollouts.
+        prompt_tokens: that the policy read for them; tokens: that it wrote.
         env_steps: steps of the environment taken here: its own action, rollouts, replayed restores.
+        seconds: spent here, waiting for others included.
+        text: the whole answer of which the action is a part; None: the action is the answer.
+        said: what the world needs to carry it out; dropped with the snapshots.
+        messages: the prompt for the candidates, where the policy reads one.
+        prior: of the candidate among its siblings, see `SearchConfig.prior`.
+        flying: visits under way through this node, in a wave.
     """
 
     action: str | None
@@ -58,6 +66,14 @@ class Node:
     snapshot: Any = None
     proposals: int = 0
     env_steps: int = 0
+    prompt_tokens: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    text: str | None = None
+    said: Any = None
+    messages: list[dict[str, str]] | None = None
+    prior: float = 0.0
+    flying: int = 0
     children: list[Node] = field(default_factory=list)
 
     @property
@@ -118,8 +134,9 @@ class Node:
 
     def _record(self) -> dict[str, Any]:
         keys = ("action", "N", "W", "reward", "terminal", "truncated", "valid", "success", "executed")
-        more = ("closed", "votes", "W2", "observation", "proposals", "env_steps")
-        return {key: getattr(self, key) for key in (*keys, *more)}
+        more = ("closed", "votes", "W2", "prior", "observation", "proposals", "env_steps", *COSTS)
+        optional = {key: getattr(self, key) for key in ("text", "messages") if getattr(self, key) is not None}
+        return {key: getattr(self, key) for key in (*keys, *more)} | optional
 
 
 @dataclass(slots=True)
