@@ -19,6 +19,7 @@ from verl_multiturn.cli_envs import envs, measure_envs, panels
 from verl_multiturn.cli_estimators import estimators
 from verl_multiturn.cli_eval import evaluate
 from verl_multiturn.cli_games import make_alfworld_games
+from verl_multiturn.cli_offline import offline
 from verl_multiturn.cli_plan import plan
 from verl_multiturn.cli_run import key_values, play, replay, rescore
 from verl_multiturn.cli_search import pairs, search
@@ -149,6 +150,7 @@ for command in (
     make_alfworld_games,
 ):  # fmt: skip
     app.command()(command)
+app.command()(offline)
 app.command("eval")(evaluate)
 app.command("table", cls=Launching)(table)
 

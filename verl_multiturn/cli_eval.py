@@ -39,6 +39,10 @@ def evaluate(
     concurrency: Annotated[
         int | None, typer.Option(min=1, help="Episodes at a time; default: 64, endpoint 16.")
     ] = None,
+    critic: Annotated[
+        Path | None, typer.Option(help="Folder of an offline critic: it chooses among --candidates (CHAI).")
+    ] = None,
+    candidates: Annotated[int, typer.Option(min=1, help="Utterances to choose from, with --critic.")] = 5,
 ) -> None:
     """Play a panel with a model and record it: success with its 95 % interval, return, turns."""
     from verl_multiturn.eval_records import table
@@ -47,12 +51,25 @@ def evaluate(
     playing = _prepared(
         model, (env, panel, recipe, run, settings or []), limit, temperature, out, samples, concurrency
     )
+    if critic is not None:
+        playing.episode = _reranked(critic, candidates)
+        playing.about |= {"critic": str(critic), "candidates": candidates}
     chosen, folder = playing.panel, playing.folder
     typer.echo(f"{model} on {chosen.name}: {len(chosen.tasks)} tasks x {samples}, recording to {folder}")
     playing.run()
     print_table(table(_label(model, playing.step), playing.records))
     if failed := playing.progress.failed:
         typer.echo(f"{failed} episodes failed and do not count: see {folder}/failures.jsonl")
+
+
+def _reranked(folder: Path, candidates: int) -> Any:
+    """What builds episodes whose utterances a critic chooses."""
+    from functools import partial
+
+    from verl_multiturn.critic.rerank import RerankedEpisode, load_critic
+
+    critic, limit = load_critic(folder)
+    return partial(RerankedEpisode, critic=critic, candidates=candidates, limit=limit)
 
 
 class Ticker:

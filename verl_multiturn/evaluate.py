@@ -87,6 +87,7 @@ class Evaluation:
         concurrency: episodes at a time.
         about: goes into the recorded configuration, under `eval`.
         tell: called after every episode.
+        episode: builds an episode from what `Episode` takes.
 
     Raises:
         ValueError: the folder holds something, or the panel no longer fits its environment.
@@ -101,6 +102,7 @@ class Evaluation:
     concurrency: int = 64
     about: dict[str, Any] = field(default_factory=dict)
     tell: Callable[[Progress], None] = lambda progress: None
+    episode: Callable[..., Episode] = Episode
 
     def __post_init__(self) -> None:
         check_new(self.folder)
@@ -181,7 +183,7 @@ class Evaluation:
         task, shared = self.panel.tasks[n], self.rollout
         settings = shared.settings
         layout = LAYOUTS[settings["row"]]
-        return Episode(
+        return self.episode(
             env_name=settings["env"],
             env_kwargs=settings["env_kwargs"],
             task=Task(

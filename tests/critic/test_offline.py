@@ -185,7 +185,7 @@ def test_filtered_imitation_takes_whole_dialogues(log):
 
 def test_reinforce_offline_is_refused_with_the_reason():
     with pytest.raises(
-        ValueError, match=r"actor=reinforce is refused: its gradient needs fresh.*use awr or filt"
+        ValueError, match=r"actor=reinforce is refused: its gradient needs fresh.*use awr, filt"
     ):
         OfflineConfig(actor="reinforce")
     with pytest.raises(ValueError, match=r"unknown OfflineConfig.actor 'arw'.*Did you mean 'awr'"):

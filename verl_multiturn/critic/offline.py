@@ -11,7 +11,9 @@ A recorded dialogue is a trajectory of a run's folder (verl_multiturn.runs), or 
     {"turns": [{"observation": text, "action": text, "reward": number}, ...],
      "instruction": text, "terminated": bool, "final_observation": text, "version": int}
 
-Only "turns" is needed; "final_observation" is what a cut dialogue is bootstrapped from.
+Only "turns" is needed; "final_observation" is what a cut dialogue is bootstrapped from. A turn may also
+hold what only an actor reads: "prompt", the text of the message it answered, or "admissible", the actions
+that its prompt listed.
 """
 
 import warnings
@@ -40,7 +42,7 @@ from verl_multiturn.runs import Run
 class OfflineConfig(Config):
     """How recorded utterances become training data of an actor; sources as in CriticConfig."""
 
-    actor: Literal["awr", "filtered_bc"] = "awr"  # paper's offline study
+    actor: Literal["awr", "filtered_bc", "bc"] = "awr"  # paper's offline study
     beta: float = 1.0  # β; offline code
     weight_clip: float | None = 20.0  # largest weight; ours; offline code has none
     quantile: float = 0.9  # of filtered_bc; code
@@ -51,7 +53,7 @@ class OfflineConfig(Config):
             raise ValueError(
                 f"OfflineConfig.actor={self.actor} is refused: its gradient needs fresh utterances, and "
                 "on recorded ones it collapses (the paper's 20 Questions: return -20, with awr -14.1); "
-                "use awr or filtered_bc."
+                "use awr, filtered_bc or bc."
             )
         super().__post_init__()
         self.check_range("epochs", 1)
@@ -82,9 +84,17 @@ def read(
         ValueError: neither, an unknown split, a malformed dialogue (its place is named), a reward that is no
             finite number, or a run with bootstrap_on_truncation: it does not record the last observation.
     """
+    return [_transitions(where, record, config, limit) for where, record in records(source, split)]
+
+
+def records(source: str | Path, split: str = "train") -> Iterator[tuple[str, dict[str, Any]]]:
+    """Where each recorded dialogue stands, and the dialogue, in the order of `read`; nothing is checked.
+
+    Raises:
+        ValueError: neither a run's folder nor a file, or an unknown split.
+    """
     path = Path(source)
-    records = _of_file(path) if path.is_file() else _of_run(Run(path), split)
-    return [_transitions(where, record, config, limit) for where, record in records]
+    return _of_file(path) if path.is_file() else _of_run(Run(path), split)
 
 
 def fit(
@@ -118,21 +128,30 @@ def fit(
 
 
 def imitate(
-    critic: UtteranceCritic, dialogues: Sequence[Sequence[Transition]], config: OfflineConfig | None = None
+    critic: UtteranceCritic | None,
+    dialogues: Sequence[Sequence[Transition]],
+    config: OfflineConfig | None = None,
 ) -> Floats:
     """How much an actor imitates each recorded utterance: its loss is −mean(w log π(a | s)). -> (N,).
 
-    awr: min(exp(β A), clip) by the critic; filtered_bc: 1 in the dialogues that are kept, else 0.
+    awr: min(exp(β A), clip) by the critic; filtered_bc: 1 in the dialogues that are kept, else 0; bc: 1.
 
     Args:
-        critic: of `fit`.
+        critic: of `fit`; only awr reads it.
         dialogues: N turns in all.
         config: see OfflineConfig.
+
+    Raises:
+        ValueError: awr without a critic.
     """
     config = OfflineConfig() if config is None else config
+    if config.actor == "bc":
+        return np.ones(sum(map(len, dialogues)))
     if config.actor == "filtered_bc":
         kept = set(filtered([sum(row.reward for row in one) for one in dialogues], config.quantile).tolist())
         return np.array([float(k in kept) for k, dialogue in enumerate(dialogues) for _ in dialogue])
+    if critic is None:
+        raise ValueError("actor=awr weighs by a critic's advantages: give the critic of fit.")
     rows = [row for dialogue in dialogues for row in dialogue]
     A = critic.advantage([row.state for row in rows], [row.action for row in rows])
     return awr_weights(A, config.beta, config.weight_clip)
@@ -182,7 +201,12 @@ def _of_run(run: Run, split: str) -> Iterator[tuple[str, dict[str, Any]]]:
         for record in run.trajectories(split, step):
             where = f"{split}/{step}/{record['group']}/{record['trajectory']}"
             turns = [
-                {"observation": turn["observation"], "action": turn["text"], "reward": _trained(turn)}
+                {
+                    "observation": turn["observation"],
+                    "action": turn["text"],
+                    "reward": _trained(turn),
+                    "prompt": turn.get("prompt"),
+                }
                 for turn in record["turns"]
             ]
             about = {name: value for name, value in record.items() if name in ("instruction", "terminated")}
