@@ -499,3 +499,24 @@ def test_chats_survive_as_ids():
     text = "The quick brown fox jumps over the lazy dog near the river. " * 20
     assert 0.6 < len(chat.encode(text)) / (len(text) / 4) < 1.6
     assert math.isclose(len(chat.encode("_ _ P\n" * 4)), 24, abs_tol=6)
+
+
+# ---------------------------------------------------------------------- trees of a model here
+
+
+def test_search_with_a_folder(folder, tmp_path):
+    from verl_multiturn.search.tree_files import read_trees
+
+    arguments = ("search", *PLAIN, "--model", folder, "--env", "frozen_lake", "--limit", 3)
+    # an untrained model has no form: all that it says is the action
+    arguments += ("multiturn.search.iterations=5", "multiturn.search.width=3", "multiturn.action.tag=null")
+    roots = []
+    for name, trees in (("a", 3), ("b", 1)):  # in one batch, and one by one
+        result = CliRunner().invoke(
+            app, [*map(str, arguments), "--out", str(tmp_path / name), "--trees", str(trees)]
+        )
+        assert result.exit_code == 0, (result.output, result.exception)
+        found = sorted(read_trees(tmp_path / name), key=lambda tree: tree["task"])
+        assert all(tree["prompt_tokens"] > tree["proposals"] and tree["tokens"] > 0 for tree in found)
+        roots.append([[child["text"] for child in tree["root"]["children"]] for tree in found])
+    assert roots[0] == roots[1] and any(len(texts) > 1 for texts in roots[0])
