@@ -36,7 +36,8 @@ def of_vine(sessions: list[dict[str, Any]]) -> dict[str, float]:
     spread = sum(count["return_std"] * count["unique_states"] for count in counts)
     found["tokens_share"] = total("tokens") / max(1.0, total("naive_tokens"))
     found["cached_share"] = total("cached") / total("read") if total("read") else math.nan
-    ends = [(count["ended"], count["ended"] + count["tail_seconds"]) for count in counts]
-    found["last_tail_seconds"] = max(end for _, end in ends) - max(begin for begin, _ in ends)
+    played = max((count["ended"] for count in counts), default=0.0)
+    waited = max((count["ended"] + count["tail_seconds"] for count in counts), default=0.0)
+    found["last_tail_seconds"] = waited - played
     found["return_std"] = spread / max(1.0, total("unique_states"))
     return {f"multiturn/vine_{name}/mean": value for name, value in found.items()}
