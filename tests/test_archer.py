@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import verl_multiturn as vm
-from verl_multiturn.algorithms.archer import awr_weights, expectile, policy_targets
+from verl_multiturn.algorithms.archer import awr_weights, expectile, policy_targets, scaled
 from verl_multiturn.returns import returns_to_go
 from verl_multiturn.turns import TurnBatch
 
@@ -163,3 +163,18 @@ def test_a14_what_v_learns_under_each_rule():
 def test_one_sentence_says_what_is_wrong(call, words):
     with pytest.raises(ValueError, match=words):
         call()
+
+
+def test_advantages_are_scaled_by_tokens():
+    """The paper's actor takes them as they are; std keeps the sign; tokens weigh mean and deviation."""
+    A = [0.5, -0.25, 1.0]
+    close(scaled(A), A)
+    close(scaled(A, "std"), np.array(A) / np.std(A))
+    close(scaled(A, "std", tokens=[1, 2, 0])[:2], np.array(A[:2]) / np.std([0.5, -0.25, -0.25]))
+    close(scaled(A, "whiten"), (np.array(A) - np.mean(A)) / np.sqrt(np.var(A, ddof=1) + 1e-8))
+    close(scaled(A, clip=0.4), [0.4, -0.25, 0.4])
+    close(scaled([2.0, 2.0], "std"), [2, 2])
+    with pytest.raises(ValueError, match="Did you mean 'whiten'"):
+        scaled(A, "whitened")
+    with pytest.raises(ValueError, match="tokens has 2 entries, but advantages has 3"):
+        scaled(A, tokens=[1, 2])

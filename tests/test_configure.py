@@ -20,6 +20,7 @@ from verl_multiturn.recipes_index import list_recipes
 ROOT = Path(__file__).parents[1]
 RECIPES = sorted(list_recipes())
 LAKE, CPU = "gigpo_frozenlake", "hardware=cpu"
+ARCHER = ["multiturn.algorithm=archer"]
 FEW = [
     "multiturn.val={first_seed: 1, size: 4}",
     "multiturn.test=null",
@@ -141,6 +142,29 @@ REFUSED = {
         ["+multiturn.env_kwargs.sise=4", *FEW], "unknown keyword of frozen_lake 'sise'", "mean 'size'?"
     ),
     "value of the environment": (["+multiturn.env_kwargs.size=1", *FEW], "needs size >= 2"),
+    "ArCHer's mode": ([*ARCHER, "multiturn.archer.mode=insilico"], "ArcherConfig.mode 'insilico'"),
+    "ArCHer's preset": ([*ARCHER, "multiturn.critic.preset=papr"], "unknown critic preset", "mean 'paper'?"),
+    "ArCHer's encoder": ([*ARCHER, "multiturn.critic.encoder=ngram"], "unknown encoder", "mean 'ngrams'?"),
+    "ArCHer's replay": ([*ARCHER, "multiturn.critic.capacity=100"], "must be at least batch=256"),
+    "ArCHer's discount": ([*ARCHER, "multiturn.critic.gamma=2"], "gamma must be in [0, 1], not 2"),
+    "ArCHer's updates": ([*ARCHER, "multiturn.archer.updates=0"], "updates=0 must be a whole number"),
+    "ArCHer and verl's critic": ([*ARCHER, "critic.enable=true"], "contradicts multiturn.algorithm=archer"),
+    "ArCHer's GPU": ([*ARCHER, "multiturn.critic.gpus=0.7"], "gpus=0.7 exceeds 0.6"),
+    "ArCHer's GPU on a CPU": ([CPU, *ARCHER, "multiturn.critic.gpus=0.2"], "on trainer.device=cpu: use 0"),
+    "ArCHer under other weights": (
+        [*ARCHER, "trainer.v1.trainer_mode=colocate_async"], "asks the policy that it trains: use sync"
+    ),
+    "ArCHer in silico with groups": (
+        [*ARCHER, "multiturn.archer.mode=in_silico", "multiturn.filter.strategy=top_p"], "use on_policy"
+    ),
+    "ArCHer in silico, few states": (
+        [*ARCHER, "multiturn.archer.mode=in_silico", "multiturn.archer.states=8"], "archer.states=8: lower"
+    ),
+    "ArCHer's uncovered states": ([*ARCHER, "multiturn.critic.uncovered=skip"], "has no effect in a run"),
+    "ArCHer's state after the end": (
+        [*ARCHER, "multiturn.archer.state=prompt", "multiturn.critic.bootstrap_on_truncation=true"],
+        "which has no prompt",
+    ),
     "too few tasks": (
         ["multiturn.env=bandit", "multiturn.val=bandit-val", "multiturn.test=bandit-test"],
         "bandit has 24 training tasks", "data.train_batch_size=32: lower it",
@@ -246,12 +270,24 @@ def problems(tmp_path_factory):
     return path
 
 
+@pytest.fixture(scope="module")
+def story(tmp_path_factory):
+    """A folder with the name of a game that does not ship; a dry run does not play it."""
+    folder = tmp_path_factory.mktemp("roms")
+    (folder / "detective.z5").write_bytes(b"no game")
+    return folder
+
+
 @pytest.mark.parametrize("hardware", [[], [CPU]], ids=["gpu", "cpu"])
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_every_recipe_is_complete(recipe, hardware, capsys, monkeypatch, tmp_path, alfworld_games, problems):
+def test_every_recipe_is_complete(
+    recipe, hardware, capsys, monkeypatch, tmp_path, alfworld_games, problems, story
+):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("ALFWORLD_DATA", str(alfworld_games))
-    small = [f"multiturn.train.size={256 if recipe.endswith(('_search', '_gsm8k', '_math')) else 32}"]
+    monkeypatch.setenv("JERICHO_ROMS", str(story))
+    many = recipe.endswith(("_search", "_gsm8k", "_math")) or recipe.startswith("archer_")
+    small = [f"multiturn.train.size={256 if many else 32}"]
     if recipe.endswith("_alfworld"):
         # on the CPU too: thousands of games take a minute; six of the few have one of its two types
         small += ["multiturn.env_kwargs.data=benchmark", "data.train_batch_size=4"]
@@ -286,7 +322,12 @@ def prepared(composed):
 
 @pytest.mark.parametrize(
     ("algorithm", "estimator", "critic"),
-    [("gigpo", "gigpo", False), ("turn_gae", "turn_gae", True), ("rloo", "rloo", False)],
+    [
+        ("gigpo", "gigpo", False),
+        ("turn_gae", "turn_gae", True),
+        ("rloo", "rloo", False),
+        ("archer", "archer", False),  # its critic is not verl's
+    ],
 )
 def test_what_follows_from_the_algorithm(prepared, algorithm, estimator, critic):
     config = prepared(CPU, f"multiturn.algorithm={algorithm}")

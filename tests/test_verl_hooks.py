@@ -57,6 +57,7 @@ from verl_multiturn.compose import compose
 from verl_multiturn.rollout import rows
 from verl_multiturn.rollout.loop import MultiTurnLoop
 from verl_multiturn.trainer import MultiTurnColocateAsyncTrainer, MultiTurnMixin, MultiTurnTrainer
+from verl_multiturn.trainer_archer import ArCHerSteps
 from verl_multiturn.trainer_starpo import StarPOSteps
 from verl_multiturn.turns import Trajectory, Turn, TurnBatch
 from verl_multiturn.vine_metrics import of_vine
@@ -628,12 +629,15 @@ SIGNATURES = {
     PPOTrainer._get_required_batch_multiple: "self dp_size",
     PPOTrainer._validate: "self",
     PPOTrainer._setup: "self",
+    PPOTrainer._load_checkpoint: "self",
+    PPOTrainer._save_checkpoint: "self",
     PPOTrainer._init_tokenizer: "self",
     ReplayBuffer.sample: "self global_steps partition_id batch_size",
     ReplayBufferAsync.sample: "self global_steps partition_id batch_size",
     AgentLoopBase.run: "self sampling_params kwargs",
     # called
     PPOTrainer._add_prompts_to_generate: "self num_prompts",
+    PPOTrainer.get_llm_client: "self",
     KVBatchMeta.reorder: "self indexes",
     tensordict_utils.assign_non_tensor_stack: "tensor_dict key val",
     LLMServerClient.generate: "self request_id prompt_ids sampling_params image_data video_data audio_data "
@@ -671,7 +675,17 @@ def test_every_override_exists_in_verl():
     ours = {"_sample", "_sample_some", "_clear", "_roll_out_again", "_turn_advantages", "_rows", "_record"}
     ours |= {"_size_mini_batches", "_recorded_metrics", "_last_good", "_shrink", "_members", "_put", "_vine"}
     ours |= {"_measure_information", "_token_advantages", "_rewards", "_place_rewards", "_weigh"}
-    defined = vars(MultiTurnMixin) | vars(StarPOSteps)
+    ours |= {
+        "_listen",
+        "_dialogues",
+        "_ask",
+        "_decode",
+        "_speak_in_silico",
+        "_critic_advantages",
+        "_train_critic",
+    }
+    ours |= {"_judge_turns", "_in_silico_advantages", "_put_numbers", "_checkpoint", "_resume", "_caveats"}
+    defined = vars(MultiTurnMixin) | vars(StarPOSteps) | vars(ArCHerSteps)
     overrides = {name for name, value in defined.items() if inspect.isfunction(value)} - ours
     assert {"fit", "_validate", "_compute_advantage", "_step_once"} <= overrides
     for base in (PPOTrainerSync, PPOTrainerColocateAsync):
@@ -694,6 +708,22 @@ def test_overrides_are_called_as_we_declare_them():
     assert "self._fetch_one_gen_batch()" in inspect.getsource(PPOTrainer._next_train_batch)
     for submits in (PPOTrainer._add_prompts_to_generate, PPOTrainer._add_batch_to_generate):
         assert "self._submit_batch_to_rollout(batch)" in inspect.getsource(submits)
+
+
+def test_the_critic_is_loaded_once_the_step_is_known_and_saved_before_the_mark():
+    """verl loads its checkpoint at the end of its setup, with the resource pools there; `_save_checkpoint`
+    ends with the note that a checkpoint is complete, and keeps the actor's folders only."""
+    setup = inspect.getsource(PPOTrainer._setup)
+    assert setup.index("create_resource_pool()") < setup.index("self._load_checkpoint()")
+    load = inspect.getsource(PPOTrainer._load_checkpoint)
+    for name in ("resume_path", "resume_from_path", "self.global_steps = int("):
+        assert name in load
+    save = inspect.getsource(PPOTrainer._save_checkpoint)
+    assert 'f"global_step_{self.global_steps}"' in save and 'local_global_step_folder, "actor"' in save
+    assert save.index("self.actor_rollout_wg.save_checkpoint(") < save.index(
+        "latest_checkpointed_iteration.txt"
+    )
+    assert '"global_pool"' in inspect.getsource(PPOTrainer._init_resource_pool_mgr)
 
 
 def test_names_our_trainer_reads(config):
@@ -815,7 +845,7 @@ def importers(package):
 
 def test_only_the_named_files_import_verl():
     assert importers("verl") == MAY_IMPORT_VERL
-    assert importers("transfer_queue") == {"trainer.py", "trainer_starpo.py"}
+    assert importers("transfer_queue") == {"trainer.py", "trainer_archer.py", "trainer_starpo.py"}
 
 
 def test_the_package_does_not_import_the_environments():

@@ -13,6 +13,7 @@ from verl_multiturn.algorithms import find, list_algorithms
 from verl_multiturn.algorithms.information import RULES
 from verl_multiturn.collapse import detectors
 from verl_multiturn.compose import plain
+from verl_multiturn.critic.config import archer_config, critic_config
 from verl_multiturn.env import Env
 from verl_multiturn.errors import unknown
 from verl_multiturn.filtering import group_filter
@@ -29,6 +30,7 @@ from verl_multiturn.search.pair_files import PairConfig
 
 VERL_ALGORITHMS = {"grpo": "grpo", "ppo": "gae", "verl": None}  # name -> verl's adv_estimator
 TOKEN_ALGORITHMS = ("bilevel_gae",)  # ours, with one advantage per token
+ACTOR_ALGORITHMS = ("archer",)  # ours, whose advantages an actor of its own gives
 LAYOUTS = ("turn", "trajectory")
 MODES = ("sync", "colocate_async", "separate_async")
 
@@ -104,6 +106,8 @@ def _check_choices(config: DictConfig) -> None:
     ActionFormat(**plain(settings.action))
     if settings.algorithm in TOKEN_ALGORITHMS:
         _check_bilevel(settings)
+    elif settings.algorithm == "archer":
+        _check_archer(config)
     elif settings.algorithm not in VERL_ALGORITHMS:
         find(settings.algorithm).configure(keywords(settings))
     detectors(plain(settings.collapse))
@@ -149,6 +153,48 @@ def _check_vine(config: DictConfig) -> None:
         )
 
 
+def _check_archer(config: DictConfig) -> None:
+    """The critic's settings, and what a step must be for them."""
+    settings, mode = config.multiturn, config.trainer.v1.trainer_mode
+    archer, critic = archer_config(plain(settings.archer)), critic_config(plain(settings.critic))
+    asks = critic.v_target == "policy" or archer.mode == "in_silico"
+    if asks and mode == "colocate_async":
+        raise ValueError(
+            "trainer.v1.trainer_mode=colocate_async changes the weights while utterances are sampled, and "
+            "archer asks the policy that it trains: use sync, or multiturn.critic.v_target=sarsa"
+        )
+    if critic.v_target == "policy" and critic.uncovered != "refuse":
+        raise ValueError(
+            f"multiturn.critic.uncovered={critic.uncovered} has no effect in a run: the policy is asked at "
+            "every drawn state; leave it out"
+        )
+    if archer.state == "prompt" and critic.bootstrap_on_truncation:
+        raise ValueError(
+            "multiturn.critic.bootstrap_on_truncation needs a text of the state after the end, which has no "
+            "prompt: use multiturn.archer.state=history or observation"
+        )
+    if settings.critic.gpus > 0.6:
+        raise ValueError(
+            f"multiturn.critic.gpus={settings.critic.gpus:g} exceeds 0.6: verl's own workers need the rest "
+            "of the GPU"
+        )
+    if settings.critic.gpus and config.trainer.device == "cpu":
+        raise ValueError(f"multiturn.critic.gpus={settings.critic.gpus:g} on trainer.device=cpu: use 0")
+    if archer.mode == "in_silico":
+        if settings.filter.strategy is not None or settings.information.every is not None:
+            raise ValueError(
+                "multiturn.archer.mode=in_silico trains on single utterances: leave "
+                "multiturn.filter.strategy and multiturn.information.every out, or use on_policy"
+            )
+        mini = config.actor_rollout_ref.actor.ppo_mini_batch_size * config.actor_rollout_ref.rollout.n
+        if mini > archer.states:
+            raise ValueError(
+                f"a mini-batch of {mini} rows (ppo_mini_batch_size x rollout.n) exceeds "
+                f"multiturn.archer.states={archer.states}: lower "
+                "actor_rollout_ref.actor.ppo_mini_batch_size"
+            )
+
+
 def _check_rewards(settings: DictConfig) -> None:
     """Settings of the rewards that the run's algorithm would not see, or that would count twice."""
     rule, name = group_filter(plain(settings.filter)), settings.algorithm
@@ -189,7 +235,7 @@ def keywords(settings: DictConfig) -> dict[str, Any]:
 
 def list_trainable() -> tuple[str, ...]:
     """Values of `multiturn.algorithm`."""
-    return (*sorted(list_algorithms()), *TOKEN_ALGORITHMS, "ppo", "verl")
+    return (*sorted((*list_algorithms(), *ACTOR_ALGORITHMS)), *TOKEN_ALGORITHMS, "ppo", "verl")
 
 
 def _derive_algorithm(config: DictConfig) -> None:
@@ -213,8 +259,9 @@ def _derive_algorithm(config: DictConfig) -> None:
             f"multiturn.algorithm={name} with multiturn.row=turn would score every turn as an episode of its "
             "own: use multiturn.row=trajectory, or one of grpo, rloo, reinforce, turn_gae, gigpo"
         )
-    # The values of vineppo come from rollouts.
-    own = name not in (*VERL_ALGORITHMS, *TOKEN_ALGORITHMS, "vineppo") and "value" in find(name).needs
+    # The values of vineppo come from rollouts, those of archer from its own critic.
+    others = (*VERL_ALGORITHMS, *TOKEN_ALGORITHMS, *ACTOR_ALGORITHMS, "vineppo")
+    own = name not in others and "value" in find(name).needs
     critic = own or name in TOKEN_ALGORITHMS or config.algorithm.adv_estimator == "gae"
     if config.critic.enable not in (None, critic):
         raise ValueError(

@@ -70,7 +70,8 @@ def _groups(config: DictConfig, n: int) -> list[Line]:
             "does not know: it compares with whole distributions; use top_p=1, top_k=-1"
         )
         found.append(Line(BATCH, "warn", "sampling", text))
-    if config.trainer.critic_warmup and not config.critic.enable:
+    critic = config.critic.enable or config.multiturn.algorithm == "archer"
+    if config.trainer.critic_warmup and not critic:
         text = (
             f"trainer.critic_warmup={config.trainer.critic_warmup} without a critic: nothing is trained "
             "before that step; leave it out"

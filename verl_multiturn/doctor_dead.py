@@ -15,7 +15,7 @@ from verl_multiturn.configure import TOKEN_ALGORITHMS, VERL_ALGORITHMS
 from verl_multiturn.doctor_report import Line
 
 PART = "keys without effect"
-BLOCKS = ("gigpo", "rloo", "reinforce", "turn_gae", "bilevel_gae", "vineppo", "keywords")
+BLOCKS = ("gigpo", "rloo", "reinforce", "turn_gae", "bilevel_gae", "vineppo", "archer", "keywords")
 
 
 def lines(config: DictConfig, base: DictConfig) -> list[Line]:
@@ -63,6 +63,10 @@ def _rules(config: DictConfig) -> Iterator[tuple[str, str]]:
         yield r"multiturn\.vine\..+", f"multiturn.algorithm is {settings.algorithm}"
     if settings.algorithm != "qvalue":
         yield r"multiturn\.(search|pairs)\..+", "read by the commands search and pairs, not by a run"
+    if settings.algorithm != "archer":
+        yield r"multiturn\.critic\..+", f"multiturn.algorithm is {settings.algorithm}"
+    elif settings.archer.mode == "on_policy":
+        yield r"multiturn\.archer\.states", "multiturn.archer.mode is on_policy"
     if settings.algorithm not in VERL_ALGORITHMS:
         where = f"multiturn.{block}" if ":" not in block else "multiturn.keywords"
         names = "gamma|lam|norm_adv_by_std_in_grpo|use_pf_ppo|pf_ppo.*"
@@ -155,5 +159,6 @@ def _gigpo(settings: DictConfig) -> Iterator[tuple[str, str]]:
         "reinforce",
         "turn_gae",
         "vineppo",
+        "archer",
     ):
         yield r"multiturn\.anchor", f"{settings.algorithm} compares no states (anchors are only recorded)"

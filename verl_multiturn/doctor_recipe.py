@@ -179,10 +179,11 @@ def path(config: DictConfig) -> Line:
     ours = settings.algorithm not in configure.VERL_ALGORITHMS
     by = "ours, over turns" if ours else f"verl's {config.algorithm.adv_estimator}"
     reference = config.actor_rollout_ref.actor.use_kl_loss or config.algorithm.use_kl_in_reward
+    critic = "of utterances" if settings.algorithm == "archer" else "yes" if config.critic.enable else "no"
     parts = (
         f"agent loop {rollout.agent.default_agent_loop}, {settings.row} rows",
         f"advantages {settings.algorithm} ({by})",
-        f"critic {'yes' if config.critic.enable else 'no'}",
+        f"critic {critic}",
         f"reference model {'yes' if reference else 'no'}",
         f"trainer multiturn_{config.trainer.v1.trainer_mode}",
     )

@@ -46,6 +46,17 @@ VALUES: dict[str, tuple[type, float]] = {
     "multiturn.vine.adaptive_width": (float, 0),
     "multiturn.vine.split_samples": (bool, 0),
     "multiturn.vine.max_inflight": (int, 1),
+    "multiturn.archer.mode": (str, 0),
+    "multiturn.archer.state": (str, 0),
+    "multiturn.archer.updates": (int, 1),
+    "multiturn.archer.utterances": (int, 1),
+    "multiturn.archer.states": (int, 1),
+    "multiturn.archer.normalize": (str, 0),
+    "multiturn.archer.clip?": (float, 0),
+    "multiturn.archer.max_inflight": (int, 1),
+    "multiturn.critic.preset": (str, 0),
+    "multiturn.critic.gpus": (float, 0),
+    "multiturn.critic.cpus": (float, 0),
     "multiturn.action.tag?": (str, 0),
     "multiturn.action.separator": (str, 0),
     "multiturn.action.max_actions": (int, 1),
@@ -87,6 +98,7 @@ VALUES: dict[str, tuple[type, float]] = {
     "trainer.total_training_steps?": (int, 1),
     "trainer.test_freq": (int, -1),
     "trainer.save_freq": (int, -1),
+    "trainer.critic_warmup": (int, 0),
     "trainer.device": (str, 0),
 }
 GROUPS = ("keep", "drop", "refill")  # multiturn.failures.group
@@ -98,6 +110,7 @@ OWN_METRICS = ("val", "success", "success_low", "success_high", "return", "turns
 BLOCKS = (
     *("action", "prompt", "failures", "small_model", "filter", "normalize", "collapse", "information"),
     *("gigpo", "reinforce", "turn_gae", "rloo", "bilevel_gae", "vineppo", "vine", "search", "pairs"),
+    *("archer", "critic"),
 )
 
 

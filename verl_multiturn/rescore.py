@@ -175,9 +175,9 @@ def configured(run: Run, name: str, extra: Mapping[str, Any] | None = None) -> t
 
 
 def _own(run: Run) -> tuple[Algorithm, Config] | None:
-    """The run's algorithm as the run had it; None for verl's own estimators and those over tokens."""
+    """The run's algorithm as the run had it; None for verl's own estimators, those over tokens and archer."""
     name = (run.config.get("multiturn") or {}).get("algorithm")
-    return None if name in (None, "ppo", "verl", "bilevel_gae") else configured(run, name)
+    return None if name in (None, "ppo", "verl", "bilevel_gae", "archer") else configured(run, name)
 
 
 def score(

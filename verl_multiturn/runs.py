@@ -17,6 +17,7 @@ A trajectory is one JSON object:
     trained          whether it was trained on; false in validation and where multiturn.filter left it out
     return           sum of rewards; penalty: what training took off; success: bool, the last info["success"]
     terminated, truncated    how it ended; truncation: null, "turns", "tokens" or "environment"
+    final_observation    the environment's text after a truncated last turn; null after a terminated one
     seconds          wall time of the whole trajectory
     vine             VinePPO: counts of its continuations; returns: {t: the return of each from turn t}
     turns            list, in order, of objects with

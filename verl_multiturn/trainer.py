@@ -30,11 +30,12 @@ from verl_multiturn.rollout.rows import Rows, to_records
 from verl_multiturn.rollout.vine_config import Vine
 from verl_multiturn.runs import Run, RunWriter
 from verl_multiturn.survivors import Survivors
+from verl_multiturn.trainer_archer import ArCHerSteps
 from verl_multiturn.trainer_starpo import StarPOSteps
 from verl_multiturn.vine_metrics import of_vine
 
 
-class MultiTurnMixin(StarPOSteps):
+class MultiTurnMixin(StarPOSteps, ArCHerSteps):
     """What every mode shares. `mode` is verl's name of it."""
 
     mode: str
@@ -80,6 +81,8 @@ class MultiTurnMixin(StarPOSteps):
         self._size_mini_batches("actor", self.actor_rollout_wg, "update_actor")
         if self.use_critic:
             self._size_mini_batches("critic", self.critic_wg, "train_mini_batch")
+        for caveat in self._caveats():
+            self.progress.note(caveat)
         with RunWriter(self.settings.run, config, resume_step=self.global_steps or None) as self.writer:
             for step, recorded in self._recorded_metrics():
                 for detector in self.detectors:
@@ -150,7 +153,7 @@ class MultiTurnMixin(StarPOSteps):
                 metrics["multiturn/failed_trajectories/mean"] = kept.failed
                 metrics["multiturn/dropped_groups/mean"] = kept.dropped
                 metrics["multiturn/refills/mean"] = attempt
-                return kept.batch, metrics
+                return self._listen(kept.batch, metrics), metrics
             self.progress.note(
                 f"step {global_steps}: {survived} of {expected} trajectories survived (see failures.jsonl)"
             )
@@ -254,6 +257,8 @@ class MultiTurnMixin(StarPOSteps):
 
     def _compute_advantage(self, batch: Any, metrics: dict) -> Any:
         """Turn-level algorithms here, verl's own through `super()`; then record the step."""
+        if self.in_silico is not None:
+            return self._in_silico_advantages(batch, metrics)
         name = self.settings.algorithm
         rows = self._rows(batch)
         members = rows.members()
@@ -265,6 +270,8 @@ class MultiTurnMixin(StarPOSteps):
             batch = super()._compute_advantage(batch, metrics)  # type: ignore[misc]
         elif name in TOKEN_ALGORITHMS:
             batch = self._token_advantages(rows, batch, metrics)
+        elif name == "archer":
+            batch = self._critic_advantages(rows, batch, metrics)
         else:
             batch = self._turn_advantages(name, rows, batch, metrics)
         self._weigh(members, batch)

@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 
 from verl_multiturn.algorithms.archer import awr_weights, expectile
+from verl_multiturn.critic.config import PRESETS
 from verl_multiturn.critic.encoders import NGrams
 from verl_multiturn.critic.offline import OfflineConfig, filtered, fit, imitate, read, rerank
-from verl_multiturn.critic.utterance import PRESETS, UtteranceCritic
+from verl_multiturn.critic.utterance import UtteranceCritic
 from verl_multiturn.env import make
 from verl_multiturn.runs import RunWriter
 

@@ -13,19 +13,10 @@ import torch
 
 import verl_multiturn as vm
 from verl_multiturn.algorithms.archer import expectile, policy_targets
+from verl_multiturn.critic.config import PRESETS, CriticConfig, FixedPointWarning, preset
 from verl_multiturn.critic.encoders import Encoder, NGrams
 from verl_multiturn.critic.replay import Transition
-from verl_multiturn.critic.utterance import (
-    PRESETS,
-    CriticConfig,
-    FixedPointWarning,
-    Network,
-    UtteranceCritic,
-    penalty,
-    polyak,
-    preset,
-    td_targets,
-)
+from verl_multiturn.critic.utterance import Network, UtteranceCritic, penalty, polyak, td_targets
 
 VECTORS = json.loads((Path(__file__).parents[1] / "data" / "archer_vectors.json").read_text())
 close = partial(np.testing.assert_allclose, rtol=0)

@@ -62,46 +62,31 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def gigpo(folder):
-    """GiGPO with turn rows, seeded, killed after the checkpoint of step 2, then resumed to step 3."""
+    """GiGPO with turn rows, seeded."""
     run = folder / "gigpo"
-    overrides = (
+    output = train(
+        "gigpo_frozenlake",
+        run,
         "multiturn.seeded=true",
         "trainer.total_training_steps=3",
         "trainer.test_freq=2",
         "trainer.save_freq=2",
     )
-    process = start("gigpo_frozenlake", run, *overrides)
-    first = []
-    for line in process.stdout:
-        first.append(line)
-        if line.startswith("step 2/"):
-            os.kill(process.pid, signal.SIGKILL)
-            break
-    process.communicate(timeout=60)
-    assert steps("".join(first)) == [1, 2], "".join(first)[-6000:]
-    time.sleep(5)  # Ray's processes notice that their driver is gone
-    return run, train("gigpo_frozenlake", run, *overrides)
-
-
-def test_a_killed_run_resumes_at_the_right_step(gigpo):
-    run, resumed = gigpo
-    assert steps(resumed) == [3]
-    recorded = [json.loads(line)["step"] for line in (run / "metrics.jsonl").open()]
-    assert sorted(set(recorded)) == [0, 1, 2, 3]
+    assert steps(output) == [1, 2, 3]
     assert Run(run).steps("train") == [1, 2, 3]
-    assert (run / "checkpoints" / "latest_checkpointed_iteration.txt").read_text() == "3"
+    return run
 
 
 def test_rollout_and_actor_agree(gigpo):
     """The tokens trained are the tokens sampled, under the weights that sampled them."""
-    metrics = Run(gigpo[0]).metrics
+    metrics = Run(gigpo).metrics
     assert metrics["training/rollout_probs_diff_max"].dropna().max() < 1e-3
     assert metrics["actor/grad_norm"].dropna().gt(0).any()
 
 
 def test_recorded_advantages_are_the_algorithms(gigpo):
     """What was trained on, read back from the run folder, is what the pure function says."""
-    run = Run(gigpo[0])
+    run = Run(gigpo)
     trajectories = run.trajectories("train", 2)
     recorded = [turn["advantage"] for t in trajectories for turn in t["turns"]]
     again = advantages("gigpo", to_turns(trajectories), **run.config["multiturn"]["gigpo"])
@@ -121,7 +106,7 @@ def test_the_same_seed_gives_the_same_run(gigpo, folder):
         "trainer.save_freq=-1",
         "trainer.val_before_train=false",
     )
-    first, second = Run(gigpo[0]), Run(again)
+    first, second = Run(gigpo), Run(again)
     texts = [
         [[turn["text"] for turn in t["turns"]] for t in sorted(run.trajectories("train", 2), key=by_sample)]
         for run in (first, second)
@@ -190,26 +175,91 @@ def test_starpo_s_with_trajectory_rows(folder):
         assert None not in credit[True] and set(credit[False]) == {None}
 
 
-def test_own_environment_with_a_critic(folder):
-    """One file, trained on by PPO over turns; a third of the episodes fail on purpose."""
-    run = folder / "own"
-    output = train(
-        "gigpo_frozenlake",
-        run,
+@pytest.fixture(scope="module")
+def archer(folder):
+    """ArCHer on an environment of one file, a third of whose episodes fail on purpose.
+
+    Killed after the checkpoint of step 2, resumed; after step 3 the process of its critic is killed.
+    """
+    run = folder / "archer"
+    overrides = (
         f"multiturn.env={REPOSITORY}/tests/e2e/flaky.py:Flaky",
-        "multiturn.algorithm=turn_gae",
         "multiturn.val={first_seed: 0, size: 16}",
         "multiturn.test=null",
-        "trainer.total_training_steps=2",
+        "multiturn.critic.min_size=16",
+        "multiturn.critic.batch=32",
+        "multiturn.archer.updates=5",
+        "data.train_batch_size=16",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=32",
+        "trainer.critic_warmup=2",
+        "trainer.total_training_steps=9",
         "trainer.test_freq=-1",
-        "trainer.save_freq=-1",
+        "trainer.save_freq=2",
         "trainer.val_before_train=false",
     )
-    assert steps(output) == [1, 2]
-    recorded = Run(run)
-    assert recorded.metrics["critic/vf_loss"].dropna().gt(0).all()
-    assert recorded.metrics["multiturn/failed_trajectories/mean"].max() > 0
+    outputs = []
+    for step, victim in ((2, "run"), (3, "critic")):
+        began, output = time.time() - 1, []
+        process = start("archer_frozenlake", run, *overrides)
+        for line in process.stdout:
+            output.append(line)
+            if line.startswith(f"step {step}/"):
+                pid = process.pid if victim == "run" else ray_process("CriticActor", began)
+                os.kill(pid, signal.SIGKILL)
+                break
+        output.append(process.communicate(timeout=TIMEOUT)[0])
+        outputs.append("".join(output))
+        time.sleep(5)  # Ray's processes notice that their driver is gone
+    assert steps(outputs[0]) == [1, 2], outputs[0][-6000:]
+    assert process.returncode == 1, outputs[1][-6000:]
+    return run, outputs[1]
+
+
+def ray_process(actor: str, since: float) -> int:
+    """The process of a Ray actor that began after this moment."""
+    for process in psutil.process_iter(["pid", "create_time", "cmdline"]):
+        command = " ".join(process.info["cmdline"] or ())
+        if process.info["create_time"] >= since and command.startswith(f"ray::{actor}"):
+            return process.info["pid"]
+    raise AssertionError(f"no process ray::{actor}")
+
+
+def test_a_killed_run_resumes_at_the_right_step(archer):
+    run, resumed = archer
+    assert steps(resumed)[0] == 3
+    recorded = [json.loads(line)["step"] for line in (run / "metrics.jsonl").open()]
+    assert recorded[:3] == [1, 2, 3] and len(recorded) == len(set(recorded))
+
+
+def test_the_actor_waits_for_the_critic(archer):
+    """Its first update is in step trainer.critic_warmup; verl builds no critic; lost episodes cost no run."""
+    recorded = Run(archer[0])
+    metrics = recorded.metrics
+    assert metrics["actor/grad_norm"].notna().tolist()[:3] == [False, True, True]
+    assert "critic/vf_loss" not in metrics and metrics["multiturn/archer/steps/mean"].eq(5).all()
+    # The policy of step 2 is that of step 1: what it said there is kept. That of step 3 is new.
+    assert metrics["multiturn/archer/cached_share/mean"].gt(0).tolist()[:3] == [False, True, False]
+    assert metrics["multiturn/failed_trajectories/mean"].max() > 0
     assert {f["error"].split(" raised ")[1][:17] for f in recorded.failures} == {"ZeroDivisionError"}
+    turns = [turn for t in recorded.trajectories("train", 3) for turn in t["turns"]]
+    assert all(turn["value"] is not None and turn["advantage"] is not None for turn in turns)
+
+
+def test_the_replay_outlives_a_kill(archer):
+    """Step 3 draws from all that was played, before and after the kill; the steps of the critic go on."""
+    recorded = Run(archer[0])
+    played = [sum(len(t["turns"]) for t in recorded.trajectories("train", step)) for step in (1, 2, 3)]
+    replay = recorded.metrics["multiturn/archer/replay/mean"].tolist()[:3]
+    assert replay == [played[0], sum(played[:2]), sum(played)]
+    assert recorded.metrics["multiturn/archer/all_steps/mean"].tolist()[:3] == [5, 10, 15]
+
+
+def test_a_dead_critic_stops_the_run_in_one_sentence(archer):
+    run, output = archer
+    (sentence,) = re.findall(r"^error: (.*)$", output, re.MULTILINE)
+    assert sentence.startswith("the utterance critic's process ended in ")
+    latest = (run / "checkpoints" / "latest_checkpointed_iteration.txt").read_text()
+    assert sentence.endswith(f"the same command resumes from {run}/checkpoints/global_step_{latest}")
 
 
 def test_vineppo_without_a_value_network(folder):

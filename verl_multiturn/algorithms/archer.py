@@ -17,7 +17,9 @@ import numpy as np
 import numpy.typing as npt
 
 from verl_multiturn.algorithms.vectors import column, finite, inside, numbers, vectors
+from verl_multiturn.algorithms.vineppo import whiten
 from verl_multiturn.columns import Floats
+from verl_multiturn.errors import unknown
 
 
 def q_targets(
@@ -88,6 +90,39 @@ def critic_advantage(q1: npt.ArrayLike, q2: npt.ArrayLike, v1: npt.ArrayLike, v2
     """
     Q1, Q2, V1, V2 = vectors(q1=q1, q2=q2, v1=v1, v2=v2)
     return np.asarray(np.minimum(Q1, Q2) - np.minimum(V1, V2), np.float64)
+
+
+def scaled(
+    advantages: npt.ArrayLike,
+    how: str = "none",
+    tokens: npt.ArrayLike | None = None,
+    clip: float | None = None,
+) -> Floats:
+    """The advantages of a step as the actor sees them. -> (N,).
+
+    The paper's actor takes them as they are, so that the size of the rewards sets the size of the gradient.
+
+    Args:
+        advantages: (N,)
+        how: "none"; "std": over their standard deviation, the sign is kept; "whiten": less their mean, too.
+        tokens: (N,) trained tokens of each utterance, which weigh it in mean and deviation; default: 1.
+        clip: largest absolute value; None: none.
+
+    Raises:
+        ValueError: another `how`, different lengths, or nan.
+    """
+    if how not in ("none", "std", "whiten"):
+        raise unknown("value of how", how, ("none", "std", "whiten"))
+    A, w = vectors(
+        advantages=advantages,
+        tokens=np.ones(len(column("advantages", advantages))) if tokens is None else tokens,
+    )
+    if how == "whiten":
+        A = whiten(A, weights=w.astype(np.int64))
+    elif how == "std" and w.any():
+        std = np.sqrt(np.average((A - np.average(A, weights=w)) ** 2, weights=w))
+        A = A / std if std > 0 else A
+    return A if clip is None else np.clip(A, -clip, clip)
 
 
 def expectile_loss(u: npt.ArrayLike, tau: float) -> float:

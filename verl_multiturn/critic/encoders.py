@@ -14,20 +14,14 @@ no dropout, as in the authors' code.
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
 from verl_multiturn.columns import Floats
-from verl_multiturn.errors import unknown
+from verl_multiturn.critic.config import check_encoder
 
-# Names without an owner that the Hugging Face hub still knows; all others are "owner/name".
-KNOWN = (
-    *("ngrams", "small", "roberta-base", "roberta-large", "distilroberta-base"),
-    *("bert-base-uncased", "bert-base-cased", "distilbert-base-uncased"),
-)
 _MIX = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
 Tokenize = Callable[[Sequence[str]], dict[str, torch.Tensor]]
 
@@ -108,8 +102,7 @@ def make_encoder(name: str = "roberta-base", max_tokens: int = 512) -> Encoder:
         return NGrams(max_tokens=max_tokens)
     if name == "small":
         return _small(max_tokens)
-    if name not in KNOWN and "/" not in name and not (name and Path(name).is_dir()):
-        raise unknown("encoder", name, KNOWN, "Or a folder, or owner/name of a Hugging Face encoder.")
+    check_encoder(name)
     return _pretrained(name, max_tokens)
 
 

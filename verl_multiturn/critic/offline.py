@@ -30,12 +30,15 @@ from verl_multiturn.algorithms.archer import awr_weights
 from verl_multiturn.algorithms.registry import Config
 from verl_multiturn.algorithms.vectors import inside, numbers, vectors
 from verl_multiturn.columns import Floats, Ints
+from verl_multiturn.critic.config import PRESETS, CriticConfig, FixedPointWarning
 from verl_multiturn.critic.encoders import Encoder
 from verl_multiturn.critic.replay import Transition, history, of_episode
-from verl_multiturn.critic.utterance import PRESETS, CriticConfig, FixedPointWarning, UtteranceCritic
+from verl_multiturn.critic.utterance import UtteranceCritic
 from verl_multiturn.rewards import trained_reward
 from verl_multiturn.run_files import lines
 from verl_multiturn.runs import Run
+
+ABOUT = ("instruction", "terminated", "final_observation")  # what a recorded trajectory says of itself
 
 
 @dataclass(frozen=True)
@@ -82,7 +85,7 @@ def read(
 
     Raises:
         ValueError: neither, an unknown split, a malformed dialogue (its place is named), a reward that is no
-            finite number, or a run with bootstrap_on_truncation: it does not record the last observation.
+            finite number, or bootstrap_on_truncation with a run that did not record its last observations.
     """
     return [_transitions(where, record, config, limit) for where, record in records(source, split)]
 
@@ -209,7 +212,7 @@ def _of_run(run: Run, split: str) -> Iterator[tuple[str, dict[str, Any]]]:
                 }
                 for turn in record["turns"]
             ]
-            about = {name: value for name, value in record.items() if name in ("instruction", "terminated")}
+            about = {name: value for name, value in record.items() if name in ABOUT}
             yield where, about | {"turns": turns, "version": step}
 
 

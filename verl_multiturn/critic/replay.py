@@ -16,8 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from verl_multiturn.algorithms.vectors import inside
+from verl_multiturn.critic.arrays import Arrays
 
-Arrays = dict[str, npt.NDArray[Any]]
 _TEXTS = ("state", "action", "next_state")
 _NUMBERS = {"reward": np.float64, "done": np.bool_, "mc_return": np.float64, "version": np.int64}
 

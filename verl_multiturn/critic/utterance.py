@@ -12,127 +12,26 @@ functions of verl_multiturn.algorithms.archer are the same equations; the tests 
 """
 
 import copy
-import os
 import warnings
-import zipfile
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from math import hypot, inf
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch.nn import functional as F
 
-from verl_multiturn.algorithms.registry import Config
 from verl_multiturn.columns import Floats
+from verl_multiturn.critic.arrays import Arrays, read_arrays, under, write_arrays
+from verl_multiturn.critic.config import CriticConfig, FixedPointWarning
 from verl_multiturn.critic.encoders import Encoder, make_encoder
-from verl_multiturn.critic.replay import Arrays, Replay, Transition, pack_json, unpack_json
-from verl_multiturn.errors import unknown
+from verl_multiturn.critic.replay import Replay, Transition, pack_json, unpack_json
 
 Tensor = torch.Tensor
 Utterances = Mapping[str, Sequence[str]]  # state -> utterances of the current policy there
-
-
-class FixedPointWarning(UserWarning):
-    """What the critic converges to is not the value of the current policy."""
-
-
-@dataclass(frozen=True)
-class CriticConfig(Config):
-    """Every choice of the critic; `preset` has the settings of the authors' runs.
-
-    Sources in the comments: paper (arXiv:2402.19446), code and offline code (the authors'), IQL
-    (arXiv:2110.06169), ours. With no note the paper and the code agree.
-    """
-
-    encoder: str = "roberta-base"  # 3.2; see verl_multiturn.critic.encoders
-    max_tokens: int = 512  # of a text, its end; code
-    hidden: int = 768  # width of the heads' layers; code
-    layers: int = 2  # hidden layers of a head; code
-    heads: int = 2  # of Q and of V, 1 or 2; 3.2 (double Q)
-    gamma: float = 0.95  # discount of a turn; paper: 0.98 Detective, 0.9 WebShop, else 0.95
-    tau: float = 0.1  # Polyak step; offline code 0.05
-    target_every: int = 1  # optimizer steps between two Polyak steps; code
-    v_target: Literal["policy", "sarsa", "expectile", "mc"] = "policy"
-    # policy: Q^tgt at fresh utterances, 3.2; sarsa: at the replayed one, offline code;
-    # expectile: of the same, IQL Eq. 5; mc: Q and V on the discounted return, the paper's ablation
-    expectile: float = 0.9  # with v_target=expectile; offline code
-    uncovered: Literal["refuse", "skip", "sarsa"] = "refuse"
-    # a drawn state without fresh utterances: an error, no loss of V there, or the replayed one; ours
-    loss: Literal["mse", "huber"] = "mse"  # huber: ours
-    pessimism: Literal["adv", "target", "none"] = "adv"
-    # minimum of the heads: in the advantage only, 3.2; in the targets too; nowhere (mean); the last two ours
-    lr: float = 2e-5  # Adam, no weight decay, constant; code; offline code 1e-5
-    head_lr: float | None = None  # of the heads; None: lr; ours
-    batch: int = 256  # transitions of an optimizer step; code: 8 x 32
-    micro_batch: int = 32  # transitions of a forward pass
-    accumulate: Literal["mean", "sum"] = "mean"
-    # sum: the micro-batches' mean gradients are added undivided, code; Adam is blind to the factor,
-    # but the clip then acts batch / micro_batch times as strongly
-    grad_clip: float | None = 1.0  # norm of the critic's gradients alone; code: with stale actor gradients
-    head_grad_clip: float | None = None  # clips the heads apart from the encoder; None: together; ours
-    reward_scale: float = 1.0  # times r and the return: Q, V and A are in these units; ours
-    bootstrap_on_truncation: bool = False  # a turn limit is no end; for whoever makes transitions; ours
-    capacity: int = 10_000  # of the replay; paper; code 100,000
-    min_size: int = 2048  # transitions before the first optimizer step; ours
-    max_age: int | None = None  # policy versions after which a transition is not drawn any more; ours
-    seed: int = 0  # of heads, random encoders and the replay's draws
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        whole = ("hidden", "layers", "target_every", "batch", "micro_batch", "capacity", "min_size")
-        for key in whole:
-            self.check_range(key, 1)
-        self.check_range("max_tokens", 2)
-        self.check_range("heads", 1, 2)
-        for key in ("gamma", "tau", "expectile"):
-            self.check_range(key, 0, 1)
-        for key in ("lr", "head_lr", "grad_clip", "head_grad_clip", "max_age", "seed"):
-            if getattr(self, key) is not None:
-                self.check_range(key, 0)
-        if self.expectile in (0, 1):
-            raise ValueError(f"CriticConfig.expectile must lie in (0, 1), not {self.expectile!r}.")
-        for key in ("batch", "min_size"):
-            if self.capacity < getattr(self, key):
-                raise ValueError(
-                    f"CriticConfig.capacity={self.capacity} must be at least {key}={getattr(self, key)}."
-                )
-
-    def caveats(self) -> list[str]:
-        """One sentence for each choice that makes Q and V those of something else than the policy."""
-        found = {
-            "sarsa": "V learns the value of the policies that filled the replay, not of the current one",
-            "expectile": f"V learns the {self.expectile}-expectile over replayed utterances: near 0.5 the "
-            "value of the policies that spoke them, near 1 that of the best utterance",
-            "mc": "Q and V learn the returns of the policies that filled the replay, not of the current one",
-        }
-        sentences = [f"v_target={self.v_target}: {found[self.v_target]}."] if self.v_target in found else []
-        if self.v_target == "policy" and self.uncovered == "sarsa":
-            sentences.append(f"uncovered=sarsa: where there are no fresh utterances, {found['sarsa']}.")
-        if self.pessimism == "target" and self.heads == 2 and self.v_target != "mc":
-            sentences.append(
-                "pessimism=target: the minimum inside the targets makes Q and V too low on average."
-            )
-        return sentences
-
-
-PRESETS = {
-    "paper": CriticConfig(),
-    "repo_compat": CriticConfig(micro_batch=8, accumulate="sum", capacity=100_000, min_size=1),
-    "offline": CriticConfig(v_target="expectile", gamma=0.99, tau=0.05, lr=1e-5, batch=128, min_size=1),
-    "cpu": CriticConfig(encoder="small", hidden=64, lr=1e-3, batch=64, micro_batch=64, min_size=64),
-}
-
-
-def preset(name: str) -> CriticConfig:
-    """A config of `PRESETS`; change it with `dataclasses.replace`."""
-    if name not in PRESETS:
-        raise unknown("critic preset", name, PRESETS)
-    return PRESETS[name]
 
 
 def td_targets(rewards: Tensor, dones: Tensor, v_next: Tensor, gamma: float) -> Tensor:
@@ -304,6 +203,15 @@ class UtteranceCritic:
         rows = [read.q_values(read.embed(s), read.embed(a)) for s, a in pairs]
         return _numpy(rows, self.config.heads)
 
+    @torch.no_grad()
+    def lag(self) -> float:
+        """How far the target network is behind: |θ − θ^tgt| / |θ|."""
+        apart, size = 0.0, 0.0
+        for fast, slow in zip(self.network.parameters(), self.target.parameters(), strict=True):
+            apart += float((fast - slow).square().sum())
+            size += float(fast.square().sum())
+        return float(np.sqrt(apart / max(size, 1e-12)))
+
     def state_dict(self) -> Arrays:
         """Networks, optimizer, replay and its generator as one flat dict of arrays."""
         arrays = {"meta": pack_json({"steps": self.steps})}
@@ -324,11 +232,11 @@ class UtteranceCritic:
         """
         for part, module in (("network", self.network), ("target", self.target)):
             _check_shapes(part, module, arrays)
-        self.replay.load_state_dict(_under("replay", arrays))
+        self.replay.load_state_dict(under("replay", arrays))
         for part, module in (("network", self.network), ("target", self.target)):
-            module.load_state_dict({name: torch.tensor(x) for name, x in _under(part, arrays).items()})
+            module.load_state_dict({name: torch.tensor(x) for name, x in under(part, arrays).items()})
         moments: dict[int, dict[str, Tensor]] = {}
-        for key, x in _under("adam", arrays).items():
+        for key, x in under("adam", arrays).items():
             number, _, name = key.partition(".")
             moments.setdefault(int(number), {})[name] = torch.tensor(x)
         groups = self.optimizer.state_dict()["param_groups"]
@@ -337,14 +245,7 @@ class UtteranceCritic:
 
     def save(self, path: str | Path) -> None:
         """Write the `state_dict` to one .npz file, which appears when it is complete."""
-        part = Path(f"{path}.part")
-        try:
-            with part.open("wb") as file:
-                np.savez(file, **self.state_dict())  # type: ignore[arg-type]
-                os.fsync(file.fileno())
-            part.replace(path)
-        finally:
-            part.unlink(missing_ok=True)
+        write_arrays(path, self.state_dict())
 
     def load(self, path: str | Path) -> None:
         """Read what `save` wrote; nothing in the file is executed.
@@ -352,10 +253,7 @@ class UtteranceCritic:
         Raises:
             ValueError: as `load_state_dict`, or a file that is none of `save`.
         """
-        if not zipfile.is_zipfile(path):
-            raise ValueError(f"{path} is no file that a critic saved.")
-        with np.load(path, allow_pickle=False) as file:
-            self.load_state_dict(dict(file))
+        self.load_state_dict(read_arrays(path))
 
     def _step(self, utterances: Utterances) -> dict[str, float]:
         """One optimizer step and, when due, one Polyak step; its metrics."""
@@ -499,14 +397,9 @@ def _numpy(parts: list[Tensor], heads: int) -> Floats:
     )
 
 
-def _under(part: str, arrays: Mapping[str, npt.NDArray[Any]]) -> Arrays:
-    """The arrays whose names begin with the part's, without it."""
-    return {name.removeprefix(f"{part}."): x for name, x in arrays.items() if name.startswith(f"{part}.")}
-
-
 def _check_shapes(part: str, module: torch.nn.Module, arrays: Mapping[str, npt.NDArray[Any]]) -> None:
     here = {name: tuple(x.shape) for name, x in module.state_dict().items()}
-    there = {name: x.shape for name, x in _under(part, arrays).items()}
+    there = {name: x.shape for name, x in under(part, arrays).items()}
     for name in [*here, *there]:
         if here.get(name) != there.get(name):
             raise ValueError(

@@ -265,6 +265,7 @@ class Episode:
                 "dynamics_seed": self.task.dynamics_seed,
                 "instruction": instruction,
                 "truncation": truncation,
+                "final_observation": None if seen.terminated else seen.observation,
                 "seconds": seconds,
                 "details": self.details,
             },
