@@ -13,10 +13,10 @@ from typing import Any, TypeVar
 import numpy as np
 
 from verl_multiturn.compose import plain
+from verl_multiturn.critic.config import preset
 from verl_multiturn.critic.imitation import ActorConfig, Renderer, learn, rows_of, save
 from verl_multiturn.critic.offline import OfflineConfig, fit, imitate, read, records
 from verl_multiturn.critic.rerank import save_critic
-from verl_multiturn.critic.utterance import preset
 from verl_multiturn.errors import unknown
 from verl_multiturn.model_policy import Chat
 from verl_multiturn.play_settings import model_folder, settings

@@ -40,6 +40,8 @@ class CriticActor:
         self.prompts: dict[str, list[int]] = {}
         self.fresh: dict[str, list[str]] = {}
         self.version = 0
+        # Of its own: a draw must not change what `wanted` has said that `train` will draw.
+        self._rng = np.random.default_rng([critic.seed, 1])
 
     @cached_property
     def critic(self) -> UtteranceCritic:
@@ -92,13 +94,14 @@ class CriticActor:
 
     def draw(self, count: int) -> list[tuple[str, list[int]]]:
         """States of the replay, uniformly and with replacement, with their prompts."""
-        return [(row.state, self.prompts[row.state]) for row in self.critic.replay.sample(count)]
+        return [(row.state, self.prompts[row.state]) for row in self.critic.replay.sample(count, self._rng)]
 
     def save(self, path: str) -> None:
         """Write all of it to one file, which appears when it is complete."""
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         ids = list(self.prompts.values())
         meta = {"version": self.version, "fresh": self.fresh, "states": list(self.prompts)}
+        meta["rng"] = self._rng.bit_generator.state
         mine: Arrays = {
             "meta": pack_json(meta),
             "prompt": np.array([token for one in ids for token in one], np.int64),
@@ -122,6 +125,7 @@ class CriticActor:
             state: ids[start:stop] for state, start, stop in zip(meta["states"], ends, ends[1:], strict=False)
         }
         self.version, self.fresh = meta["version"], meta["fresh"]
+        self._rng.bit_generator.state = meta["rng"]
 
 
 class RemoteCritic:

@@ -181,8 +181,12 @@ class Replay:
             self._next = (self._next + 1) % self.capacity
             self.newest = max(self.newest, int(row.version))
 
-    def sample(self, n: int) -> list[Transition]:
+    def sample(self, n: int, rng: np.random.Generator | None = None) -> list[Transition]:
         """N independent uniform draws.
+
+        Args:
+            n: N.
+            rng: draws instead of the replay's own generator, which then stays as it is.
 
         Raises:
             ValueError: nothing can be drawn.
@@ -190,7 +194,8 @@ class Replay:
         slots = self._slots()
         if not len(slots):
             raise ValueError("the replay is empty: add transitions first.")
-        return [self.rows[slots[k]] for k in self._rng.integers(len(slots), size=n)]
+        rng = self._rng if rng is None else rng
+        return [self.rows[slots[k]] for k in rng.integers(len(slots), size=n)]
 
     def upcoming(self, draws: int, n: int) -> list[str]:
         """The distinct states of the next `draws` samples of n, if nothing is added before them."""

@@ -12,9 +12,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from verl_multiturn.critic.config import CriticConfig, FixedPointWarning
 from verl_multiturn.critic.offline import rerank
 from verl_multiturn.critic.replay import history
-from verl_multiturn.critic.utterance import CriticConfig, FixedPointWarning, UtteranceCritic
+from verl_multiturn.critic.utterance import UtteranceCritic
 from verl_multiturn.env import derive_seed
 from verl_multiturn.rollout.episode import Episode, Sample
 from verl_multiturn.rollout.layouts import NextPrompt
