@@ -52,6 +52,7 @@ setup(
         "gpu": ["verl[vllm]==0.9.1", "TransferQueue>=0.1.10,<0.2", "nvtx"],
         # built against the installed torch: pip install --no-build-isolation ".[flash]"
         "flash": ["flash-attn>=2.7"],
+        "qvalue": ["peft>=0.17"],  # LoRA of a Q model; all else of it needs no more than verl
         "similarity": ["rapidfuzz>=3.9"],
         # environments; alfworld and textworld bring GPL code (Fast Downward, jericho), hence never by default
         "alfworld": ["alfworld==0.4.2", "textworld>=1.7,<1.8", "pyyaml"],

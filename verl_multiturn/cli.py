@@ -18,6 +18,7 @@ from typer.core import TyperGroup
 from verl_multiturn.cli_envs import envs, measure_envs, panels
 from verl_multiturn.cli_estimators import estimators
 from verl_multiturn.cli_eval import evaluate
+from verl_multiturn.cli_fit import fit_q
 from verl_multiturn.cli_games import make_alfworld_games
 from verl_multiturn.cli_offline import offline
 from verl_multiturn.cli_plan import plan
@@ -153,6 +154,7 @@ for command in (
 app.command()(offline)
 app.command("eval")(evaluate)
 app.command("table", cls=Launching)(table)
+app.command("fit-q")(fit_q)
 
 
 def _show(columns: Sequence[str], rows: Iterable[Iterable[object]]) -> None:

@@ -43,10 +43,29 @@ def evaluate(
         Path | None, typer.Option(help="Folder of an offline critic: it chooses among --candidates (CHAI).")
     ] = None,
     candidates: Annotated[int, typer.Option(min=1, help="Utterances to choose from, with --critic.")] = 5,
+    q_model: Annotated[
+        str | None, typer.Option(help="Folder of a Q model: each answer is the best of --n by it.")
+    ] = None,
+    select: Annotated[
+        str | None,
+        typer.Option(
+            help="How an answer is chosen, comma-separated to compare: greedy, random, majority, argmax, "
+            "softmax, oracle; default: argmax with --q-model."
+        ),
+    ] = None,
+    n: Annotated[int, typer.Option("--n", min=1, help="Answers to choose from, with --select.")] = 5,
+    tau: Annotated[float, typer.Option(min=1e-6, help="Temperature of softmax.")] = 1.0,
 ) -> None:
     """Play a panel with a model and record it: success with its 95 % interval, return, turns."""
     from verl_multiturn.eval_records import table
     from verl_multiturn.report import print_table
+
+    if select or q_model:
+        if critic is not None:
+            raise ValueError("give either --critic or --q-model and --select: each chooses the answers")
+        source = (env, panel, recipe, run, settings or [])
+        _compared(model, source, limit, temperature, out, samples, concurrency, q_model, select, n, tau)
+        return
 
     playing = _prepared(
         model, (env, panel, recipe, run, settings or []), limit, temperature, out, samples, concurrency
@@ -70,6 +89,30 @@ def _reranked(folder: Path, candidates: int) -> Any:
 
     critic, limit = load_critic(folder)
     return partial(RerankedEpisode, critic=critic, candidates=candidates, limit=limit)
+
+
+def _compared(
+    model: str,
+    source: tuple[Any, ...],
+    limit: int | None,
+    temperature: float | None,
+    out: Path | None,
+    samples: int,
+    concurrency: int | None,
+    q_model: str | None,
+    select: str | None,
+    n: int,
+    tau: float,
+) -> None:
+    """One evaluation for each rule of choice, on the same tasks and chances, and a table of them."""
+    from verl_multiturn.search.compare import Rules, compare, print_costs
+
+    rules = Rules((select or "argmax").split(","), n, q_model, tau)
+
+    def prepared(temperature_: float | None, folder: Path | None) -> Any:
+        return _prepared(model, source, limit, temperature_, folder, samples, concurrency)
+
+    print_costs(compare(rules, prepared, temperature, out, typer.echo))
 
 
 class Ticker:

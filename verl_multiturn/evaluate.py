@@ -6,8 +6,9 @@ The outcome is a recorded run with the split "eval", so that whatever reads runs
 import asyncio
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -22,6 +23,7 @@ from verl_multiturn.rollout.episode import Episode, Sample, Task
 from verl_multiturn.rollout.layouts import LAYOUTS
 from verl_multiturn.run_files import Record
 from verl_multiturn.runs import RunWriter
+from verl_multiturn.search.guided import Guide, Guided, annotated
 
 VERIFIED = 64  # tasks of a panel that are compared with the environment before anything is played
 
@@ -85,6 +87,7 @@ class Evaluation:
         step: of training, the model's.
         samples: episodes for each task.
         concurrency: episodes at a time.
+        guide: how each answer is chosen among several; None: there is one.
         about: goes into the recorded configuration, under `eval`.
         tell: called after every episode.
         episode: builds an episode from what `Episode` takes.
@@ -100,6 +103,7 @@ class Evaluation:
     step: int = 0
     samples: int = 1
     concurrency: int = 64
+    guide: Guide | None = None
     about: dict[str, Any] = field(default_factory=dict)
     tell: Callable[[Progress], None] = lambda progress: None
     episode: Callable[..., Episode] = Episode
@@ -156,7 +160,9 @@ class Evaluation:
             self.rollout.pool.close()
 
     async def _player(self, jobs: Iterator[tuple[int, int]]) -> None:
-        with self.model.player():
+        with ExitStack() as playing:
+            for _ in range(self.guide.n if self.guide else 1):  # as many answers are waited for at once
+                playing.enter_context(self.model.player())
             for n, sample in jobs:
                 await self._play(n, sample)
                 self.tell(self.progress)
@@ -175,7 +181,7 @@ class Evaluation:
             self.writer.failure(episode.failure(error) | {"split": SPLIT, "step": self.step})
             return
         record = to_record(trajectory, self.rollout.settings["row"], self.step, self.model.token_ids)
-        self._played[n, sample] = record
+        self._played[n, sample] = annotated(record, episode.details) if self.guide else record
         self.progress.done += 1
         self.progress.wins += bool(trajectory.success)
 
@@ -183,7 +189,8 @@ class Evaluation:
         task, shared = self.panel.tasks[n], self.rollout
         settings = shared.settings
         layout = LAYOUTS[settings["row"]]
-        return self.episode(
+        kind = self.episode if self.guide is None else partial(Guided, guide=self.guide)
+        return kind(
             env_name=settings["env"],
             env_kwargs=settings["env_kwargs"],
             task=Task(
