@@ -105,7 +105,8 @@ def _compared(
     tau: float,
 ) -> None:
     """One evaluation for each rule of choice, on the same tasks and chances, and a table of them."""
-    from verl_multiturn.search.compare import Rules, compare, print_costs
+    from verl_multiturn.search.compare import compare, print_costs
+    from verl_multiturn.search.rules import Rules
 
     rules = Rules((select or "argmax").split(","), n, q_model, tau)
 

@@ -12,8 +12,9 @@ from verl_multiturn.endpoint import TextChat
 from verl_multiturn.panel import load_panel
 from verl_multiturn.rollout.episode import Sample
 from verl_multiturn.runs import Run
-from verl_multiturn.search.compare import Rules, compare, print_costs
+from verl_multiturn.search.compare import compare, print_costs
 from verl_multiturn.search.guided import Guide
+from verl_multiturn.search.rules import Rules
 
 pytest.importorskip("verl")
 

@@ -208,9 +208,9 @@ class Fitting:
         record: dict[str, Any] = {"update": update, "train_loss": loss, "loss": float(np.mean(losses))}
         right = (np.sign(margins) + 1) / 2
         invalid = np.array([row.invalid for row in rows])
-        for name, part in zip(PARTS, (invalid >= 0, ~invalid, invalid), strict=True):
-            record |= {f"accuracy_{name}": float(right[part].mean()) if part.any() else None}
-            record |= {f"pairs_{name}": int(part.sum())}
+        for name, chosen in zip(PARTS, (np.ones_like(invalid), ~invalid, invalid), strict=True):
+            record |= {f"accuracy_{name}": float(right[chosen].mean()) if chosen.any() else None}
+            record |= {f"pairs_{name}": int(chosen.sum())}
         judged = record["accuracy_valid"] if record["pairs_valid"] else record["accuracy_all"]
         mark = (judged, -record["loss"])
         record["kept"] = mark > self.best

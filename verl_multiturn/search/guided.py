@@ -63,13 +63,13 @@ class Guided(Episode):
         """Keep what a choice depends on."""
         self._env, self._prompt, self._most = env, prompt, seen.max_turns
 
-    async def _speak(self, prompt_ids: list[int]) -> tuple[str, Sample, float]:
+    async def _speak(self, prompt_ids: list[int], spent: int = 0) -> tuple[str, Sample, float]:
         guide, turn = self.guide, len(self.turns)
         # The first answer is the one that is said without a choice: rules compare on the same samples.
         seeds = [None if self.task.sampling_seed is None else self._seed(k, turn) for k in range(guide.n)]
         started = time.perf_counter()
         samples = await asyncio.gather(
-            *(self.generate(prompt_ids, self.limits.max_action_tokens, seed) for seed in seeds)
+            *(self.generate(prompt_ids, self.limits.max_action_tokens - spent, seed) for seed in seeds)
         )
         texts = [self.decode(sample.ids) for sample in samples]
         actions = [self.form.separator.join(parse(text, self.form).actions) for text in texts]

@@ -121,7 +121,7 @@ class HeadModel:
         ids = [self.tokens.answer(answer) for answer in answers]
         read = self.tokens.prompt(prompt, max(map(len, ids), default=0))
         with torch.inference_mode():
-            return head_scores(self.model, self.head, [(read, one) for one in ids]).tolist()
+            return list(head_scores(self.model, self.head, [(read, one) for one in ids]).tolist())
 
 
 def head_scores(model: Any, head: Any, rows: Sequence[tuple[Sequence[int], Sequence[int]]]) -> Any:

@@ -82,7 +82,7 @@ class VLLMLogProbs:
     def __init__(self, folder: str, **engine: Any) -> None:
         from vllm import LLM
 
-        self.engine = LLM(model=folder, **{**engine, "enable_prefix_caching": False})
+        self.engine: Any = LLM(model=folder, **{**engine, "enable_prefix_caching": False})
 
     def __call__(self, prompt: Ids, answers: Sequence[Ids]) -> list[list[float]]:
         """See LogProbs."""
