@@ -26,11 +26,14 @@ from verl_multiturn.rollout.parsing import ActionFormat
 from verl_multiturn.rollout.prompts import prompt_policy
 from verl_multiturn.rollout.vine_config import Vine
 from verl_multiturn.search.config import configured
+from verl_multiturn.search.fit_data import FitConfig
 from verl_multiturn.search.pair_files import PairConfig
+from verl_multiturn.search.rules import Rules
 
 VERL_ALGORITHMS = {"grpo": "grpo", "ppo": "gae", "verl": None}  # name -> verl's adv_estimator
 TOKEN_ALGORITHMS = ("bilevel_gae",)  # ours, with one advantage per token
 ACTOR_ALGORITHMS = ("archer",)  # ours, whose advantages an actor of its own gives
+SEARCH = "qvalue"  # trees, pairs and a Q model; verl trains nothing
 LAYOUTS = ("turn", "trajectory")
 MODES = ("sync", "colocate_async", "separate_async")
 
@@ -108,6 +111,8 @@ def _check_choices(config: DictConfig) -> None:
         _check_bilevel(settings)
     elif settings.algorithm == "archer":
         _check_archer(config)
+    elif settings.algorithm == SEARCH:
+        _check_search(settings)
     elif settings.algorithm not in VERL_ALGORITHMS:
         find(settings.algorithm).configure(keywords(settings))
     detectors(plain(settings.collapse))
@@ -134,6 +139,17 @@ def _check_bilevel(settings: DictConfig) -> None:
             raise ValueError(f"multiturn.bilevel_gae.whiten={value!r} must be true or false")
         if kind is float and not (isinstance(value, int | float) and 0 <= value <= 1):
             raise ValueError(f"multiturn.bilevel_gae.{name}={value!r} must be a number in [0, 1]")
+
+
+def _check_search(settings: DictConfig) -> None:
+    """The stages of a Q model."""
+    FitConfig.of(plain(settings.fit))
+    Rules(list(settings.qvalue.select), settings.qvalue.n, "to be fitted", settings.qvalue.tau)
+    if getattr(load_class(settings.env, Env), "snapshots", Env.snapshots) == "none":
+        raise ValueError(
+            f'{settings.env} declares snapshots = "none", and a tree search goes back to snapshots: qvalue '
+            "needs another environment"
+        )
 
 
 def _check_vine(config: DictConfig) -> None:
@@ -235,12 +251,15 @@ def keywords(settings: DictConfig) -> dict[str, Any]:
 
 def list_trainable() -> tuple[str, ...]:
     """Values of `multiturn.algorithm`."""
-    return (*sorted((*list_algorithms(), *ACTOR_ALGORITHMS)), *TOKEN_ALGORITHMS, "ppo", "verl")
+    return (*sorted((*list_algorithms(), *ACTOR_ALGORITHMS)), *TOKEN_ALGORITHMS, "ppo", SEARCH, "verl")
 
 
 def _derive_algorithm(config: DictConfig) -> None:
     """`multiturn.algorithm` decides verl's estimator and critic; a contradiction is refused."""
     settings, name = config.multiturn, config.multiturn.algorithm
+    if name == SEARCH:
+        config.critic.enable = False
+        return
     estimator = VERL_ALGORITHMS.get(name, name)
     given = config.algorithm.adv_estimator
     if estimator is None:

@@ -62,7 +62,7 @@ def _rules(config: DictConfig) -> Iterator[tuple[str, str]]:
     if settings.algorithm != "vineppo":
         yield r"multiturn\.vine\..+", f"multiturn.algorithm is {settings.algorithm}"
     if settings.algorithm != "qvalue":
-        yield r"multiturn\.(search|pairs)\..+", "read by the commands search and pairs, not by a run"
+        yield r"multiturn\.(search|pairs|fit|qvalue)\..+", "read by the stages of a Q model, not by a run"
     if settings.algorithm != "archer":
         yield r"multiturn\.critic\..+", f"multiturn.algorithm is {settings.algorithm}"
     elif settings.archer.mode == "on_policy":

@@ -78,6 +78,13 @@ VALUES: dict[str, tuple[type, float]] = {
     "multiturn.seed": (int, 0),
     "multiturn.poll_interval": (float, 0.001),
     "multiturn.val_size?": (int, 1),
+    "multiturn.qvalue.tasks": (int, 1),
+    "multiturn.qvalue.model?": (str, 0),
+    "multiturn.qvalue.n": (int, 1),
+    "multiturn.qvalue.tau": (float, 1e-6),
+    "multiturn.qvalue.samples": (int, 1),
+    "multiturn.qvalue.limit?": (int, 1),
+    "multiturn.qvalue.temperature?": (float, 0),
     "multiturn.small_model.vocabulary": (int, 300),
     "multiturn.small_model.width": (int, 32),
     "multiturn.small_model.layers": (int, 1),
@@ -109,8 +116,9 @@ TASK_KEYS = ("first_seed", "size", "split")
 OWN_METRICS = ("val", "success", "success_low", "success_high", "return", "turns", "episodes", "failed")
 BLOCKS = (
     *("action", "prompt", "failures", "small_model", "filter", "normalize", "collapse", "information"),
-    *("gigpo", "reinforce", "turn_gae", "rloo", "bilevel_gae", "vineppo", "vine", "search", "pairs"),
     *("archer", "critic"),
+    *("gigpo", "reinforce", "turn_gae", "rloo", "bilevel_gae", "vineppo", "vine"),
+    *("search", "pairs", "fit", "qvalue"),
 )
 
 

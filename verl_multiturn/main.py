@@ -45,6 +45,8 @@ def main(arguments: list[str] | None = None) -> int:
         if given.dry_run:
             sys.stdout.write(_summary(config, found) + "\n")
             return 0
+        if config.multiturn.algorithm == configure.SEARCH:
+            return search(config)
         _ready(config, found)
         sys.stdout.write(f"{_summary(config, found)}\nrecording to {config.multiturn.run}\n")
         sys.stdout.flush()
@@ -61,6 +63,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _summary(config: DictConfig, found: dict[str, Any]) -> str:
     settings = config.multiturn
+    if settings.algorithm == configure.SEARCH:
+        return _search_summary(config, found)
     counts = ", ".join(f"{len(panel.tasks)} {split}" for split, panel in found.items())
     steps = config.trainer.total_training_steps
     return (
@@ -68,6 +72,29 @@ def _summary(config: DictConfig, found: dict[str, Any]) -> str:
         f"{config.data.train_batch_size} x {config.actor_rollout_ref.rollout.n} trajectories a step, "
         f"{steps} steps, {config.trainer.device}, model {config.actor_rollout_ref.model.path}"
     )
+
+
+def _search_summary(config: DictConfig, found: dict[str, Any]) -> str:
+    settings = config.multiturn
+    counts = ", ".join(f"{len(panel.tasks)} {split}" for split, panel in found.items())
+    return (
+        f"ok: {settings.algorithm} on {settings.env} ({counts} tasks), {settings.qvalue.tasks} trees, best "
+        f"of {settings.qvalue.n}, {config.trainer.device}, model {config.actor_rollout_ref.model.path}"
+    )
+
+
+def search(config: DictConfig) -> int:
+    """Run the stages of a Q model; no verl, no Ray. Returns the exit code."""
+    from verl_multiturn.search.pipeline import Pipeline
+
+    try:
+        Pipeline(config).run()
+    except KeyboardInterrupt:
+        sys.stderr.write(
+            f"stopped; what was finished is in {config.multiturn.run}, the same command goes on\n"
+        )
+        return 130
+    return 0
 
 
 def _ready(config: DictConfig, found: dict[str, Any]) -> None:

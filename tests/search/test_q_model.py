@@ -12,6 +12,7 @@ import verl_multiturn as vm
 from verl_multiturn.search.fit import FitConfig, Fitting, answer_log_probs, fit
 from verl_multiturn.search.q_model import QModel, QSpec, Tokens, aggregated, load_q_model, read_spec
 from verl_multiturn.search.scorers import TransformersLogProbs
+from verl_multiturn.search.step_value import ModelValue, Step
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
@@ -287,6 +288,14 @@ def test_losers_that_are_invalid_may_count_less(base, tmp_path):
     fitting = Fitting(path, base, tmp_path / "q", FitConfig(invalid_weight=0.0))
     weights = {(row.invalid, row.weight) for row in fitting.rows["train"]}
     assert weights == {(True, 0.0), (False, 1.0)}
+
+
+def test_a_q_model_is_a_step_value(fitted):
+    """The interface of vine means, critics, groups and trees."""
+    prompt = [{"role": "user", "content": "start hole ice"}]
+    steps = [Step(0, "right", prompt=prompt, others=("left",)), Step(0, "left", prompt=prompt)]
+    found = ModelValue(load_q_model(fitted[0])).values(steps)
+    assert found.Q[0] > found.V[0] > found.Q[1] and found.V[0] == found.V[1]
 
 
 # ------------------------------------------------------------------ refusals

@@ -1,15 +1,15 @@
 """What a Q model is fitted with and to: settings, and pairs as token ids."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-import orjson
 
 from verl_multiturn.algorithms.registry import Config
 from verl_multiturn.errors import unknown
+from verl_multiturn.search.pair_files import read_pairs
 from verl_multiturn.search.q_model import Loss, Tokens
 
 
@@ -99,21 +99,3 @@ def rows_of(path: str | Path, tokens: Tokens, config: FitConfig) -> dict[str, li
     if config.loss == "regression" and any(np.isnan([r.q_win, r.q_lose]).any() for r in found["train"]):
         raise ValueError(f"{path} has no q_win and q_lose, which loss=regression is fitted to")
     return found
-
-
-def read_pairs(path: str | Path) -> Iterator[dict[str, Any]]:
-    """The pairs of a file.
-
-    Raises:
-        ValueError: no such file, or a line that is no pair; its number is named.
-    """
-    if not Path(path).is_file():
-        raise ValueError(f"no pairs at {path}: write them with verl-multiturn pairs TREES --out {path}")
-    for number, line in enumerate(Path(path).read_bytes().splitlines(), 1):
-        try:
-            pair = orjson.loads(line)
-        except ValueError as error:
-            raise ValueError(f"{path}, line {number} is not JSON: {error}") from None
-        if not isinstance(pair, dict) or not {"prompt", "win", "lose", "split"} <= set(pair):
-            raise ValueError(f"{path}, line {number} is no pair: it needs prompt, win, lose and split")
-        yield pair

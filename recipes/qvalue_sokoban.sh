@@ -1,0 +1,3 @@
+#!/usr/bin/env bash
+# What it does stands in qvalue_sokoban.yaml; add hardware=cpu for a machine without a GPU.
+exec bash "$(dirname "$0")/run.sh" qvalue_sokoban "$@"
