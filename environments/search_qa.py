@@ -63,7 +63,6 @@ from verl_multiturn.needs import Needs
 __all__ = ["SearchQA"]
 
 METRICS = {"em": exact_match, "f1": f1}
-THOUGHT = re.compile(r"<think>.*?</think>", re.DOTALL)
 TAG = re.compile(r"<(/?)(search|answer)>")
 INVALID = "That was no action: write <search>query</search> or <answer>text</answer>, one of them, once."
 NOTHING = "The search found nothing."
@@ -199,12 +198,21 @@ class SearchQA(Env):
 
 def _parse(action: str) -> tuple[str, str]:
     """Kind and text of the one block in `action`; two empty texts where there is not exactly one."""
-    action = THOUGHT.sub("", action)
+    action = _without_thoughts(action)
     tags = list(TAG.finditer(action))
     if [tag[1] for tag in tags] != ["", "/"] or tags[0][2] != tags[1][2]:
         return "", ""
     text = " ".join(action[tags[0].end() : tags[1].start()].split())
     return (tags[0][2], text) if text else ("", "")
+
+
+def _without_thoughts(text: str) -> str:
+    """What stands outside <think>…</think>, in time linear in the text's length."""
+    kept, at = [], 0
+    while (start := text.find("<think>", at)) >= 0 and (stop := text.find("</think>", start)) >= 0:
+        kept.append(text[at:start])
+        at = stop + len("</think>")
+    return "".join([*kept, text[at:]])
 
 
 def _paths(given: str | Sequence[str] | None) -> tuple[str, ...]:

@@ -16,11 +16,12 @@ from verl.trainer.ppo.padding_utils import upsample_batch_to_divisible_size
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 from verl.utils import tensordict_utils
 
-from verl_multiturn import configure
+from verl_multiturn import configure, heartbeat, trainer_guard
 from verl_multiturn.algorithms import advantages
 from verl_multiturn.compose import compose
 from verl_multiturn.errors import RunStopped
 from verl_multiturn.filtering import GroupFilter
+from verl_multiturn.rollout.rows import Rows
 from verl_multiturn.runs import Run, to_turns
 from verl_multiturn.trainer import MultiTurnTrainer
 
@@ -840,3 +841,116 @@ def test_each_step_is_a_line_of_metrics(trainer, monkeypatch):
     trainer._compute_metrics(SimpleNamespace(keys=["k"]), {"a": 1.0}, {}, global_steps=5, epoch=0)
     assert trainer.writer.written == [("metrics", 5, {"a": 1.0, "of_verl": 2.0})]
     assert trainer.progress.lines == [(5, {"a": 1.0, "of_verl": 2.0})]
+
+
+# ------------------------------------------------------------------------------- how a run ends
+
+
+def fit_until(trainer, monkeypatch, verls):
+    trainer.total_training_steps, trainer.global_steps = 9, 0
+    monkeypatch.setattr(PPOTrainer, "fit", verls)
+    trainer.fit("manager")
+
+
+@pytest.mark.parametrize(
+    ("error", "ending", "reason"),
+    [
+        (KeyboardInterrupt(), "interrupted", None),
+        (RunStopped("no more tasks"), "stopped", "no more tasks"),
+        (KeyError("bug"), "stopped", "KeyError: 'bug'"),
+    ],
+)
+def test_the_heartbeat_says_how_a_run_ended(trainer, monkeypatch, error, ending, reason):
+    def verls(self, agent_loop_manager):
+        self.global_steps = 4
+        self._update_actor("batch", {})
+
+    def update(self, batch, metrics):
+        raise error
+
+    monkeypatch.setattr(PPOTrainer, "_update_actor", update)
+    with pytest.raises(type(error)):
+        fit_until(trainer, monkeypatch, verls)
+    beat = heartbeat.read(trainer.settings.run)
+    assert (beat["ending"], beat["reason"], beat["phase"], beat["step"]) == (
+        ending, reason, "actor update", 4,
+    )  # fmt: skip
+
+
+def test_a_rollout_without_any_end_is_given_up(trainer, queue, monkeypatch):
+    """verl's sampler would wait for ever for a prompt whose worker has died."""
+    queue.kv_batch_put(["g"], "train", tags=[{"is_prompt": True, "status": "running", "global_steps": 1}])
+    trainer.settings.episode_timeout = 0.2
+    trainer.settings.poll_interval = trainer.replay_buffer.poll_interval = 0.02
+    monkeypatch.setattr(trainer_guard, "MARGIN", 0.1)
+
+    def verls(self, agent_loop_manager):
+        self.replay_buffer.sample(1, "train", 1)
+
+    with pytest.raises(RunStopped, match=r"no trajectory has ended for 0 s, longer than multiturn\.episode"):
+        fit_until(trainer, monkeypatch, verls)
+    assert heartbeat.read(trainer.settings.run)["ending"] == "stopped"
+
+
+def test_a_lost_process_is_the_cause_of_a_failed_call(trainer, monkeypatch):
+    """Ray's own error stands behind it; waiting for a rollout notices it too."""
+
+    class Lost:
+        processes = {"WorkerDict": [1]}
+
+        def lost(self):
+            return "the process of WorkerDict (process 1 on h) is gone"
+
+    trainer.heart.interval, trainer.heart.grace = 0.02, 600.0
+
+    def verls(self, agent_loop_manager):
+        self.heart.start()
+        self.heart.watch(Lost())
+        raise ConnectionError("actor died")
+
+    with pytest.raises(RunStopped, match="process of WorkerDict") as caught:
+        fit_until(trainer, monkeypatch, verls)
+    assert isinstance(caught.value.__cause__, ConnectionError)
+    with pytest.raises(RunStopped, match="process of WorkerDict"):
+        trainer.replay_buffer._wait_for_next_poll("train", 0.0)
+
+
+def test_the_next_start_says_what_the_last_one_could_not(trainer, monkeypatch, capsys):
+    monkeypatch.setattr(PPOTrainer, "init", lambda self: None)
+    trainer.heart.interval = 600.0
+    trainer.heart.enter("values", 3)
+    trainer.init()  # of the process that will be killed
+    trainer.init()
+    fit_until(trainer, monkeypatch, lambda self, manager: None)
+    assert "ended without a word in phase 'values' of step 3\n" in capsys.readouterr().out
+    assert heartbeat.read(trainer.settings.run)["ending"] == "done"
+    assert trainer._last_words() is None
+
+
+def test_rows_in_another_order_than_their_keys_are_refused(trainer, queue):
+    """Credit would reach the wrong tokens, and nothing else would notice."""
+    whole = trajectory(1.0)
+    rows = {
+        f"g_{n}_0": (1, [1], extra([turn(0, 1.0, (0, 1), "s")], whole) | {"origin": ["g", n]}) for n in (0, 1)
+    }
+    batch = put(queue, rows)
+    assert len(trainer._rows(batch).keys) == 2
+    one, two = (queue.rows["train", key] for key in batch.keys)
+    one["extra_fields"], two["extra_fields"] = two["extra_fields"], one["extra_fields"]
+    with pytest.raises(RunStopped, match="row g_0_0 carries the trajectory 1 of group g"):
+        trainer._rows(batch)
+    with pytest.raises(RunStopped, match=r"2 keys \(1 of them distinct\)"):
+        Rows.read(["g_0_0", "g_0_0"], [{}, {}], [{}, {}])
+
+
+def test_groups_that_are_incomplete_or_unlike_are_counted(trainer, queue):
+    keys = ("a_0_0", "a_1_0", "b_0_0", "c_0_0", "c_1_0")
+    rows = {key: (1, [1], extra([turn(0, 1.0, (0, 1), "s")], trajectory(1.0))) for key in keys}
+    rows["c_1_0"][2]["turns"][0]["observation"] = "elsewhere"
+    found, metrics = trainer._rows(put(queue, rows)), {}
+    for _ in range(2):
+        trainer._check_groups(found, found.members(), metrics)
+    assert metrics["multiturn/complete_groups/mean"] == pytest.approx(2 / 3)
+    assert metrics["multiturn/equal_starts/mean"] == pytest.approx(2 / 3)
+    (note,) = trainer.progress.lines
+    assert "the members of 1 of 3 groups (first: c) began with different observations" in note

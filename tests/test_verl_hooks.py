@@ -58,6 +58,7 @@ from verl_multiturn.rollout import rows
 from verl_multiturn.rollout.loop import MultiTurnLoop
 from verl_multiturn.trainer import MultiTurnColocateAsyncTrainer, MultiTurnMixin, MultiTurnTrainer
 from verl_multiturn.trainer_archer import ArCHerSteps
+from verl_multiturn.trainer_guard import PHASES, GuardedRun
 from verl_multiturn.trainer_starpo import StarPOSteps
 from verl_multiturn.turns import Trajectory, Turn, TurnBatch
 from verl_multiturn.vine_metrics import of_vine
@@ -632,9 +633,12 @@ SIGNATURES = {
     PPOTrainer._load_checkpoint: "self",
     PPOTrainer._save_checkpoint: "self",
     PPOTrainer._init_tokenizer: "self",
+    PPOTrainer.init: "self",
     ReplayBuffer.sample: "self global_steps partition_id batch_size",
     ReplayBufferAsync.sample: "self global_steps partition_id batch_size",
     AgentLoopBase.run: "self sampling_params kwargs",
+    # wrapped by GuardedRun
+    ReplayBuffer._wait_for_next_poll: "self partition_id last_debug_time",
     # called
     PPOTrainer._add_prompts_to_generate: "self num_prompts",
     PPOTrainer.get_llm_client: "self",
@@ -685,7 +689,8 @@ def test_every_override_exists_in_verl():
         "_train_critic",
     }
     ours |= {"_judge_turns", "_in_silico_advantages", "_put_numbers", "_checkpoint", "_resume", "_caveats"}
-    defined = vars(MultiTurnMixin) | vars(StarPOSteps) | vars(ArCHerSteps)
+    ours |= {"_alive", "_last_words", "_step", "_impatient", "_check_groups", "_keep_best"}
+    defined = vars(MultiTurnMixin) | vars(StarPOSteps) | vars(ArCHerSteps) | vars(GuardedRun)
     overrides = {name for name, value in defined.items() if inspect.isfunction(value)} - ours
     assert {"fit", "_validate", "_compute_advantage", "_step_once"} <= overrides
     for base in (PPOTrainerSync, PPOTrainerColocateAsync):
@@ -693,6 +698,25 @@ def test_every_override_exists_in_verl():
         assert not any(hasattr(base, name) for name in ours), "one of our own names now hides one of verl's"
     for trainer in (MultiTurnTrainer, MultiTurnColocateAsyncTrainer):
         assert trainer.__mro__[1] is MultiTurnMixin
+
+
+def test_phases_are_methods_that_verl_calls_on_the_trainer():
+    """They are wrapped on the instance, so verl must call them through it."""
+    source = inspect.getsource(PPOTrainer.fit) + inspect.getsource(PPOTrainer._step_once)
+    for name in PHASES:
+        assert callable(getattr(PPOTrainer, name)), name
+        assert f"self.{name}(" in source, name
+    assert "self._wait_for_next_poll(" in inspect.getsource(ReplayBuffer.sample)
+
+
+def test_rays_list_of_actors_needs_no_dashboard():
+    """A private function of Ray: its public one asks the dashboard, which a run does without."""
+    from ray._private import state
+
+    assert all(p.default is None for p in inspect.signature(state.actors).parameters.values())
+    fields = inspect.getsource(state.GlobalState._gen_actor_info)
+    for name in ("ActorID", "ActorClassName", "State", "Address", "IPAddress", "Pid"):
+        assert f'"{name}"' in fields, name
 
 
 def test_overrides_are_called_as_we_declare_them():

@@ -1,8 +1,11 @@
 """Finds the Hugging Face model in what a user names: a model folder, a checkpoint of verl, a run.
 
+It also sees that a checkpoint has room, and keeps the best one.
+
 FSDP shards are merged with verl's own merger, once, into `merged/` beside them.
 """
 
+import json
 import os
 import re
 import shutil
@@ -13,10 +16,13 @@ from pathlib import Path
 
 from omegaconf import OmegaConf
 
-from verl_multiturn.run_files import missing_parts
+from verl_multiturn.errors import RunStopped
+from verl_multiturn.run_files import missing_parts, write_atomically
 
 SHARDS = "model_world_size_*_rank_*.pt"
 LATEST = "latest_checkpointed_iteration.txt"  # verl's
+BEST = "best"  # ours, beside verl's folders
+MARGIN = 1.1
 
 
 @dataclass(frozen=True)
@@ -78,6 +84,66 @@ def merged(found: Found) -> str:
     finally:
         shutil.rmtree(draft, ignore_errors=True)
     return found.path
+
+
+def check_room(folder: Path, model: str) -> None:
+    """Refuse to save a checkpoint that would fill the disk: verl leaves half of one there.
+
+    Args:
+        folder: of the checkpoints.
+        model: folder of the model, whose size tells that of a first checkpoint.
+
+    Raises:
+        RunStopped: how much is free, how much is needed.
+    """
+    earlier = sorted(folder.glob("global_step_*"), key=lambda path: path.stat().st_mtime)
+    # Weights in float32 and two moments are at most six times weights of two bytes.
+    needed = MARGIN * (size(earlier[-1]) if earlier else 6 * size(Path(model)))
+    place = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    free = shutil.disk_usage(place).free
+    if free < needed:
+        raise RunStopped(
+            f"no room for a checkpoint in {folder}: {free / 1e9:.2f} GB are free, it needs "
+            f"{needed / 1e9:.2f} GB; free some, or lower trainer.max_actor_ckpt_to_keep, and rerun the same "
+            "command to resume from the one before"
+        )
+
+
+def size(folder: Path) -> int:
+    """Bytes of all files in a folder; 0 where there is none."""
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def keep_best(folder: Path, step: int, success: float) -> bool:
+    """Keep the checkpoint of a step in `best/`, if none there was better; verl's rotation leaves it alone.
+
+    Its files are links: they take no room while verl's own are there. A later equal one does not replace it.
+
+    Returns:
+        Whether it is the best now.
+    """
+    source, best = folder / f"global_step_{step}", folder / BEST
+    note = best / "success.json"
+    if not source.exists() or (note.exists() and json.loads(note.read_text())["success"] >= success):
+        return False
+    draft, target = best / f"{source.name}.part", best / source.name
+    shutil.rmtree(draft, ignore_errors=True)  # of a process that was killed
+    shutil.copytree(source, draft, copy_function=_link)
+    if target.exists():
+        shutil.rmtree(target)
+    draft.replace(target)
+    write_atomically(note, [json.dumps({"step": step, "success": success}).encode()])
+    for other in best.glob("global_step_*"):
+        if other != target:
+            shutil.rmtree(other)
+    return True
+
+
+def _link(source: str, target: str) -> None:
+    try:
+        os.link(source, target)
+    except OSError:  # not on every file system
+        shutil.copy2(source, target)
 
 
 def _latest(run: Path) -> Path:

@@ -21,4 +21,10 @@ def unknown(kind: str, given: object, valid: Iterable[object], hint: str = "") -
 
 
 class RunStopped(RuntimeError):
-    """A run stops for a reason that its message tells whole; what was recorded is kept."""
+    """A run stops for a reason that its message tells whole; what was recorded is kept.
+
+    Attributes:
+        said: whether standard error has the message already.
+    """
+
+    said = False

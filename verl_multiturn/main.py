@@ -17,7 +17,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from verl_multiturn import configure, tasks
+from verl_multiturn import configure, heartbeat, tasks
 from verl_multiturn.compose import compose
 from verl_multiturn.errors import RunStopped
 from verl_multiturn.recipes_index import has_cuda
@@ -126,6 +126,7 @@ def _ready(config: DictConfig, found: dict[str, Any]) -> None:
 def run(config: DictConfig) -> int:
     """Start verl with a prepared configuration; returns the exit code."""
     import ray
+    from ray.exceptions import LocalRayletDiedError, NodeDiedError, RayActorError, WorkerCrashedError
     from verl.trainer import main_ppo
     from verl.trainer.ppo.utils import need_critic, need_reference_policy
     from verl.utils.config import validate_config
@@ -140,7 +141,21 @@ def run(config: DictConfig) -> int:
         )
         return 130
     except RunStopped as error:
-        sys.stderr.write(f"error: {error}\n")
+        if not error.said:
+            sys.stderr.write(f"error: {error}\n")
+        return 1
+    except (RayActorError, NodeDiedError, LocalRayletDiedError, WorkerCrashedError) as error:
+        why = (heartbeat.read(config.multiturn.run) or {}).get("reason") or str(error).splitlines()[0]
+        sys.stderr.write(f"error: a process of the run is gone: {why}; {heartbeat.RESUMES}\n")
+        return 1
+    except Exception as error:
+        # Ray raises a bare Exception.
+        if "timed out during startup" not in str(error):
+            raise
+        sys.stderr.write(
+            "error: Ray did not start in time: the machine is overloaded; wait for its other work, or set "
+            "RAY_raylet_start_wait_time_s to more seconds\n"
+        )
         return 1
     finally:
         ray.shutdown()

@@ -36,6 +36,20 @@ def of_groups(returns: Sequence[Sequence[float]], kept: Sequence[int] | None = N
     return {f"multiturn/{name}/mean": value for name, value in group_metrics(returns, kept).items()}
 
 
+def of_integrity(sizes: Sequence[int], n: int, starts: Sequence[int]) -> dict[str, float]:
+    """Whether groups are what algorithms take them for: so many samples of one start.
+
+    Args:
+        sizes: trajectories of each group.
+        n: trajectories of a complete one.
+        starts: different first observations of each group.
+    """
+    return {
+        "multiturn/complete_groups/mean": float(np.mean([size == n for size in sizes])),
+        "multiturn/equal_starts/mean": float(np.mean([count == 1 for count in starts])),
+    }
+
+
 def of_turns(
     turns: TurnBatch, advantages: np.ndarray, gigpo: dict[str, Any] | None = None
 ) -> dict[str, float]:

@@ -141,7 +141,7 @@ class Panel:
             fingerprint = data["fingerprint"]
         except OSError as error:
             raise ValueError(f"no panel at {path}: {error.strerror}.") from None
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
             raise ValueError(f"{path} is not JSON: {error}.") from None
         except (KeyError, TypeError) as error:
             raise ValueError(f"{path} is not a panel: {error} (write it with Panel.save).") from None

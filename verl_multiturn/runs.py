@@ -12,6 +12,7 @@ A trajectory is one JSON object:
     split, step      "train" or "val" (others are free), and the global step it was sampled at
     group            uid of the start state; trajectory: int, which sample of its group
     env, task, task_type, seed, dynamics_seed, instruction    what was played
+    sampling_seed    from which each utterance's seed is derived; null: the engine's own
     panel            name of the task's panel in the run: "train", "val", or one of multiturn.also (then
                      split is "val"); null where there is only one
     trained          whether it was trained on; false in validation and where multiturn.filter left it out
@@ -48,8 +49,6 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
-import orjson
-import zstandard
 from omegaconf import OmegaConf
 
 from verl_multiturn import provenance, run_files
@@ -224,11 +223,14 @@ class Run:
         return sorted(map(run_files.step_of, run_files.trajectory_files(self.folder, split)))
 
     def trajectories(self, split: str, step: int) -> list[Record]:
-        """The trajectories of one step, in the order they were written."""
+        """The trajectories of one step, in the order they were written.
+
+        Raises:
+            ValueError: there is no such step, or its file is damaged.
+        """
         if step not in (steps := self.steps(split)):
             raise unknown(f"step of split {split!r}", step, steps)
-        with zstandard.open(self.folder / "trajectories" / split / f"{step}{SUFFIX}", "rb") as file:
-            return [orjson.loads(line) for line in file.read().splitlines()]
+        return list(run_files.records(self.folder / "trajectories" / split / f"{step}{SUFFIX}"))
 
 
 def to_turns(trajectories: list[Record]) -> TurnBatch:

@@ -24,6 +24,7 @@ from verl_multiturn.compose import plain
 from verl_multiturn.configure import TOKEN_ALGORITHMS, VERL_ALGORITHMS, keywords
 from verl_multiturn.errors import RunStopped
 from verl_multiturn.filtering import group_filter
+from verl_multiturn.heartbeat import Heartbeat
 from verl_multiturn.progress import Progress
 from verl_multiturn.rollout.loop import first_prompt
 from verl_multiturn.rollout.rows import Rows, to_records
@@ -31,11 +32,12 @@ from verl_multiturn.rollout.vine_config import Vine
 from verl_multiturn.runs import Run, RunWriter
 from verl_multiturn.survivors import Survivors
 from verl_multiturn.trainer_archer import ArCHerSteps
+from verl_multiturn.trainer_guard import GuardedRun
 from verl_multiturn.trainer_starpo import StarPOSteps
 from verl_multiturn.vine_metrics import of_vine
 
 
-class MultiTurnMixin(StarPOSteps, ArCHerSteps):
+class MultiTurnMixin(GuardedRun, StarPOSteps, ArCHerSteps):
     """What every mode shares. `mode` is verl's name of it."""
 
     mode: str
@@ -45,6 +47,7 @@ class MultiTurnMixin(StarPOSteps, ArCHerSteps):
         config.trainer.v1.trainer_mode = self.mode
         super().__init__(config)  # type: ignore[call-arg]
         self.settings = config.multiturn
+        self.heart, self._before = Heartbeat(self.settings.run), None
         self.filter = group_filter(plain(self.settings.filter))
         self._filtered_out: list[dict[str, Any]] = []  # records of this step's groups that are not trained on
         self._kept_share, self._empty_steps = 1.0, 0
@@ -83,7 +86,10 @@ class MultiTurnMixin(StarPOSteps, ArCHerSteps):
             self._size_mini_batches("critic", self.critic_wg, "train_mini_batch")
         for caveat in self._caveats():
             self.progress.note(caveat)
-        with RunWriter(self.settings.run, config, resume_step=self.global_steps or None) as self.writer:
+        with (
+            self._alive(),
+            RunWriter(self.settings.run, config, resume_step=self.global_steps or None) as self.writer,
+        ):
             for step, recorded in self._recorded_metrics():
                 for detector in self.detectors:
                     detector.update(step, recorded)
@@ -262,6 +268,7 @@ class MultiTurnMixin(StarPOSteps, ArCHerSteps):
         name = self.settings.algorithm
         rows = self._rows(batch)
         members = rows.members()
+        self._check_groups(rows, members, metrics)
         if not self.filter.shrinks:
             metrics |= run_metrics.of_sessions(list(rows.sessions().values()))
             metrics |= run_metrics.of_groups(self.filter.compared(list(members.values())))
@@ -317,6 +324,7 @@ class MultiTurnMixin(StarPOSteps, ArCHerSteps):
         self.writer.trajectories("val", self.global_steps, self._val_records)
         self.writer.metrics(self.global_steps, metrics)
         self.progress.validation(self.global_steps, metrics, time.perf_counter() - started)
+        self._keep_best(metrics)
         return metrics
 
     # ------------------------------------------------------------------ records

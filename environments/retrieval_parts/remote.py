@@ -5,6 +5,7 @@ POST {"queries": [...], "topk": k, "return_scores": true}
 """
 
 import itertools
+import json
 import time
 from collections.abc import Sequence
 from functools import cached_property
@@ -66,26 +67,41 @@ class HTTPRetriever:
                 time.sleep(min(LONGEST_WAIT, self.wait * 2 ** (attempt - 1)))
             url = self.urls[next(self._turns) % len(self.urls)]
             try:
-                reply = self._client.post(url, json=body)
+                status, text = self._post(url, body)
             except httpx.TransportError as error:
                 trouble = f"{url}: {type(error).__name__} after {self.timeout:g} s or less ({error})"
                 continue
-            if reply.status_code == 200:
-                return _passages(url, reply, len(queries), k)
-            trouble = f"{url}: HTTP {reply.status_code} {reply.text[:80]!r}"
-            if reply.status_code not in AGAIN:
+            if status == 200:
+                return _passages(url, text, len(queries), k)
+            trouble = f"{url}: HTTP {status} {text[:80]!r}"
+            if status not in AGAIN:
                 raise RetrieverDown(f"the retriever refuses the request, {trouble}")
         raise RetrieverDown(f"no reply from the retriever after {self.tries} requests, the last to {trouble}")
 
+    def _post(self, url: str, body: dict[str, Any]) -> tuple[int, str]:
+        """Status and text of a reply that has come whole in `timeout` seconds.
 
-def _passages(url: str, reply: Any, queries: int, k: int) -> list[list[Passage]]:
+        httpx counts from one piece to the next: a server that sends a byte now and then would never end.
+        """
+        import httpx
+
+        until, pieces = time.monotonic() + self.timeout, list[bytes]()
+        with self._client.stream("POST", url, json=body) as reply:
+            for piece in reply.iter_bytes():
+                pieces.append(piece)
+                if time.monotonic() > until:
+                    raise httpx.ReadTimeout(f"{sum(map(len, pieces))} bytes came, not the whole reply")
+        return reply.status_code, b"".join(pieces).decode(errors="replace")
+
+
+def _passages(url: str, text: str, queries: int, k: int) -> list[list[Passage]]:
     try:
-        lists = reply.json()["result"]
+        lists = json.loads(text)["result"]
         # without scores the server sends the bare documents
         found = [[to_passage(one.get("document", one)) for one in some][:k] for some in lists]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise RetrieverDown(
-            f"the retriever at {url} replied {reply.text[:80]!r}, not "
+            f"the retriever at {url} replied {text[:80]!r}, not "
             f'{{"result": [[{{"document": {{"contents": ...}}, "score": ...}}]]}} ({error})'
         ) from None
     if len(found) != queries:

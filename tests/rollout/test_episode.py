@@ -326,7 +326,7 @@ def loop(config, tokens, server):
             }  # fmt: skip
             return await made.run({"temperature": 0.7, "logprobs": True}, **(row | columns))
 
-        return SimpleNamespace(outputs=asyncio.run(go()), calls=fake.calls)
+        return SimpleNamespace(outputs=asyncio.run(go()), calls=fake.calls, server=fake)
 
     return run
 
@@ -425,3 +425,32 @@ def test_what_the_workers_share_is_built_once(config, tokens, server):
 
     first, second = asyncio.run(two())
     assert first.rollout is second.rollout
+
+
+def test_a_server_that_never_answers_costs_one_trajectory(loop, config, monkeypatch):
+    """The utterance has a time-out; the record says what was asked, and how long it was waited for."""
+
+    async def never(self, **_):
+        await asyncio.sleep(600)
+
+    server_class = type(loop(said("win")).server)
+    monkeypatch.setattr(server_class, "generate", never)
+    change = {"multiturn": {"generate_timeout": 0.2}}
+    with pytest.raises(
+        EnvironmentFailure, match=r"LLM server took longer than 0\.2 s for turn 0 \(multiturn"
+    ):
+        loop(said("win"), change)
+    line = json.loads((Path(config.multiturn.run) / "failures.jsonl").read_text().splitlines()[-1])
+    assert (line["task"], line["turn"], line["waiting"]) == (3, 0, "LLM server")
+    assert 0.15 < line["waiting_seconds"] <= line["seconds"] < 100 and line["prompt"].startswith("task 3")
+    with pytest.raises(EnvironmentFailure, match=r"longer than 0\.3 s, 0 turns done, waiting for the LLM"):
+        loop(said("win"), {"multiturn": {"episode_timeout": 0.3}})
+
+
+def test_an_environment_that_blocks_is_recorded_with_its_seconds(loop, config):
+    change = {"multiturn": {"env": f"{ODD}:Odd", "step_timeout": 0.2}}
+    with pytest.raises(EnvironmentFailure, match=r"took longer than 0\.2 s"):
+        loop(said("1", "hang"), change)
+    line = json.loads((Path(config.multiturn.run) / "failures.jsonl").read_text().splitlines()[-1])
+    assert (line["turn"], line["action"], line["waiting"]) == (1, "hang", "environment")
+    assert 0.15 < line["waiting_seconds"] <= line["seconds"] and "told ['1']" in line["prompt"]

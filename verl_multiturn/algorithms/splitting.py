@@ -10,7 +10,8 @@ boundary up to the next token's start; never tokenise a step again.
 """
 
 import re
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from itertools import accumulate, pairwise
 
@@ -29,19 +30,20 @@ Span = tuple[int, int]
 _ABBREVIATION = r"(?<!\b[A-Za-z]\.)(?<!\s[A-Za-z]{2}\.)"
 _PERIOD = re.compile(rf"(?<=\.){_ABBREVIATION}(?=\s+[A-Z])")
 _SENTENCE = re.compile(rf"(?<=[.!?]){_ABBREVIATION}(?=\s+[A-Z])")
+# How a formula begins and how it ends; what is found first hides what is inside it.
 _FORMULA = [
-    re.compile(pattern, re.DOTALL)
-    for pattern in (
-        r"\[asy\].*?\[/asy\]",
-        r"\$\\begin\{tabular\}.*?\\end\{tabular\}\$",
-        r"\\begin\{tabular\}.*?\\end\{tabular\}",
-        r"\\\(.*?\\\)",
-        r"\\\[.*?\\\]",
-        r"\$\$.*?\$\$",
-        r"(?<!\\)\$.*?[^\\]\$(?!\$)",
-        r"\\begin\{([^}]*)\}.*?\\end\{\1\}",
+    (re.compile(rf"{begins}.*?{ends}", re.DOTALL), re.compile(ends))
+    for begins, ends in (
+        (r"\[asy\]", r"\[/asy\]"),
+        (r"\$\\begin\{tabular\}", r"\\end\{tabular\}\$"),
+        (r"\\begin\{tabular\}", r"\\end\{tabular\}"),
+        (r"\\\(", r"\\\)"),
+        (r"\\\[", r"\\\]"),
+        (r"\$\$", r"\$\$"),
+        (r"(?<!\\)\$", r"[^\\]\$(?!\$)"),
     )
 ]
+_BEGIN, _END = (re.compile(rf"\\{word}\{{([^{{}}]*)\}}") for word in ("begin", "end"))
 _CLOSED = (".$", ".$$", r".\)", r".\]")  # a formula that ends a sentence
 _OPENING = re.compile(r"\$\$?|\\\(|\\\[|\\begin\{[^}]*\}|\[asy\]")
 _IN_SENTENCE = [re.compile(pattern) for pattern in (r",", r"\sand(?=\s)", r":", r"\sto(?=\s)")]
@@ -77,7 +79,8 @@ def _lines(text: str) -> list[int]:
 
 def _sentences(text: str) -> list[int]:
     cuts = {0, len(text), *_newlines(text), *(m.start() for m in _SENTENCE.finditer(text))}
-    return _merge(cuts, lambda start, stop: not text[start:stop].strip())
+    written = list(accumulate((not character.isspace() for character in text), initial=0))
+    return _merge(cuts, lambda start, stop: written[start] == written[stop])
 
 
 def _math(text: str) -> list[int]:
@@ -127,11 +130,42 @@ def _merge(cuts: Iterable[int], unfit: Callable[[int, int], bool], backward: boo
 def _formulas(text: str) -> tuple[list[Span], str]:
     """The outermost formulas, in order, and the text with them blotted out, of equal length."""
     spans: list[Span] = []
-    for pattern in _FORMULA:
-        found = [match.span() for match in pattern.finditer(text)]
-        spans = [s for s in spans if not any(a <= s[0] and s[1] <= b for a, b in found)] + found
-        text = pattern.sub(lambda match: BLOT * len(match[0]), text)
+    for begins_and_ends in (*_FORMULA, None):
+        found = _environments(text) if begins_and_ends is None else _found(*begins_and_ends, text)
+        starts = [start for start, _ in found]
+        spans = [span for span in spans if not _inside(span, found, starts)] + found
+        pieces, at = [], 0
+        for start, stop in found:
+            pieces += [text[at:start], BLOT * (stop - start)]
+            at = stop
+        text = "".join([*pieces, text[at:]])
     return sorted(spans), text
+
+
+def _found(whole: re.Pattern[str], ends: re.Pattern[str], text: str) -> list[Span]:
+    """Matches of `whole`; a text without its end behind the last one is not searched: time stays linear."""
+    last = max((match.end() for match in ends.finditer(text)), default=0)
+    return [match.span() for match in whole.finditer(text, 0, last)]
+
+
+def _environments(text: str) -> list[Span]:
+    """From each beginning of an environment to the next end of its name, none inside another."""
+    ends: dict[str, list[Span]] = defaultdict(list)
+    for match in _END.finditer(text):
+        ends[match[1]].append(match.span())
+    spans, at = list[Span](), 0
+    for match in _BEGIN.finditer(text):
+        later = ends[match[1]]
+        place = bisect_left(later, (match.end(), 0))
+        if match.start() >= at and place < len(later):
+            spans.append((match.start(), later[place][1]))
+            at = spans[-1][1]
+    return spans
+
+
+def _inside(span: Span, found: list[Span], starts: list[int]) -> bool:
+    place = bisect_right(starts, span[0]) - 1
+    return place >= 0 and span[1] <= found[place][1]
 
 
 def _break(text: str, formulas: list[Span], start: int, stop: int, formula: bool = False) -> list[int]:

@@ -55,7 +55,8 @@ class Task:
     panel: str | None = None  # its name in the run
 
 
-MOST_ERROR, MOST_TRACEBACK = 1000, 4000  # characters in a line of failures.jsonl
+MOST_ERROR, MOST_TRACEBACK, MOST_PROMPT = 1000, 4000, 2000  # characters in a line of failures.jsonl
+SERVER, ENVIRONMENT = "LLM server", "environment"  # what an episode may wait for
 
 
 def check_anchor(rule: str) -> None:
@@ -109,13 +110,18 @@ class Episode:
     details: list[dict[str, Any]] = field(default_factory=list)
     acted: int = 0  # steps of the environment so far
     doing: str | None = None  # the action that the environment is taking
+    read: str = ""  # the prompt of the turn
+    begun: float = field(default_factory=time.monotonic)
+    waiting: tuple[str, float] = ("", 0.0)  # for what, and since when
 
     async def play(self) -> Trajectory:
         """Play to the end.
 
         Raises:
-            EnvironmentFailure: the environment raised, hung, or the episode took too long.
+            EnvironmentFailure: the environment raised, hung, the LLM server did not answer in time, or the
+                episode took too long.
         """
+        self.begun = time.monotonic()
         try:
             env = await self.pool.acquire(self.env_name, self.env_kwargs)
         except EnvironmentFailure as error:
@@ -127,7 +133,8 @@ class Episode:
         except BaseException as error:
             await self.pool.abandon(env)
             if isinstance(error, TimeoutError) and clock.expired():
-                doing = "" if self.doing is None else f", in step({self.doing!r})"
+                doing = f", in step({self.doing!r})" if self.doing is not None else ""
+                doing = doing or (", waiting for the LLM server" if self.waiting[0] == SERVER else "")
                 raise EnvironmentFailure(
                     f"{self.where}: the episode took longer than {self.limits.episode_timeout:g} s, "
                     f"{len(self.turns)} turns done{doing}"
@@ -143,6 +150,7 @@ class Episode:
 
     def failure(self, error: Exception) -> dict[str, Any]:
         """A line of failures.jsonl: what was played, how far, what was being done, what went wrong."""
+        now = time.monotonic()
         return {
             "time": time.time(),
             "env": self.env_name,
@@ -150,6 +158,10 @@ class Episode:
             "trajectory": self.task.sample,
             "turn": len(self.turns),
             "action": self.doing,
+            "prompt": self.read[-MOST_PROMPT:],
+            "seconds": now - self.begun,
+            "waiting": self.waiting[0] or None,
+            "waiting_seconds": now - self.waiting[1] if self.waiting[0] else None,
             # A dead server repeats its own story in every message: 300 kB a trajectory have been seen.
             "error": str(error)[:MOST_ERROR],
             "traceback": "".join(traceback.format_exception(error))[-MOST_TRACEBACK:],
@@ -157,8 +169,10 @@ class Episode:
 
     async def _play(self, env: Any) -> Trajectory:
         begun, where = time.perf_counter(), self.where
+        self.waiting = ENVIRONMENT, time.monotonic()
         call = self.pool.call(env, f"{where}: reset", reset, self.task.id, self.task.dynamics_seed)
         seen = await call
+        self.waiting = "", 0.0
         if self.task.content is not None and seen.content != self.task.content:
             raise EnvironmentFailure(
                 f"{where} is not the task of the panel: its content hash is {seen.content}, "
@@ -178,6 +192,7 @@ class Episode:
             prompt = prompt or await asyncio.to_thread(self.layout.prompt, view)
             if prompt is None:
                 return seen, "tokens"
+            self.read = prompt.text
             await self.before_turn(env, view, seen, prompt)
             seen, prompt = await self._turn(env, view, seen, prompt), None
             if len(self.turns) >= max_turns or self._actions_left() == 0:
@@ -200,10 +215,10 @@ class Episode:
         actions = (parsed.actions or ("",))[: self._actions_left()]
         started, reward, valid, seen = time.perf_counter(), 0.0, parsed.valid, before
         for action in actions:
-            self.doing = action
+            self.doing, self.waiting = action, (ENVIRONMENT, time.monotonic())
             call = f"{self.where}: step({action!r}) at turn {len(self.turns)}"
             seen = await self.pool.call(env, call, step, action)
-            self.doing = None
+            self.doing, self.waiting = None, ("", 0.0)
             self.acted += 1
             reward, valid = reward + seen.reward, valid and bool(seen.info.get("valid", True))
             if seen.terminated or seen.truncated:
@@ -243,8 +258,20 @@ class Episode:
         """Sample an utterance of which `spent` tokens are said already."""
         seed = self.task.sampling_seed
         seed = None if seed is None else derive_seed(seed, len(self.turns)) % 2**31
-        started = time.perf_counter()
-        sample = await self.generate(prompt_ids, self.limits.max_action_tokens - spent, seed)
+        started, longest = time.perf_counter(), self.limits.generate_timeout
+        self.waiting = SERVER, time.monotonic()
+        clock = asyncio.timeout(longest)
+        try:
+            async with clock:
+                sample = await self.generate(prompt_ids, self.limits.max_action_tokens - spent, seed)
+        except TimeoutError:
+            if not clock.expired():
+                raise
+            raise EnvironmentFailure(
+                f"{self.where}: the LLM server took longer than {longest:g} s for turn {len(self.turns)} "
+                "(multiturn.generate_timeout)"
+            ) from None
+        self.waiting = "", 0.0
         return self.decode(sample.ids), sample, time.perf_counter() - started
 
     def _trajectory(self, seen: Observed, cut: str | None, instruction: str, seconds: float) -> Trajectory:
@@ -263,6 +290,7 @@ class Episode:
                 "task_type": self.task.type,
                 "panel": self.task.panel,
                 "dynamics_seed": self.task.dynamics_seed,
+                "sampling_seed": self.task.sampling_seed,
                 "instruction": instruction,
                 "truncation": truncation,
                 "final_observation": None if seen.terminated else seen.observation,

@@ -32,6 +32,7 @@ class Limits:
     max_turns: int | None = None  # None: the environment's own
     max_actions: int | None = None  # steps of the environment, where a turn holds several
     episode_timeout: float = 3600.0  # seconds
+    generate_timeout: float = 600.0  # seconds of one utterance
 
 
 class NextPrompt(NamedTuple):

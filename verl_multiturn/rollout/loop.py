@@ -50,6 +50,7 @@ class Rollout:
             max_turns=settings["max_turns"],
             max_actions=settings["max_actions"],
             episode_timeout=settings["episode_timeout"],
+            generate_timeout=settings["generate_timeout"],
         )
         form, pool = ActionFormat(**settings["action"]), EnvPool.of(settings)
         vines = None

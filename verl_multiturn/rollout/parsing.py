@@ -1,6 +1,5 @@
 """What an utterance says: the thought and the actions, or that it has no valid form. Pure text."""
 
-import re
 from dataclasses import dataclass
 
 
@@ -40,16 +39,26 @@ def parse(text: str, form: ActionFormat) -> Parsed:
     """
     thought = ""
     if form.think:
-        match = re.search(r"<think>(.*?)</think>", text, re.DOTALL)
-        if match is None:
+        found = _between(text, "think")
+        if found is None:
             return INVALID
-        thought, text = match.group(1).strip(), text[match.end() :]
+        thought, text = found[0].strip(), found[1]
     if form.tag is not None:
-        tag = re.escape(form.tag)
-        match = re.search(rf"<{tag}>(.*?)</{tag}>", text, re.DOTALL)
-        if match is None:
+        found = _between(text, form.tag)
+        if found is None:
             return INVALID
-        text = match.group(1)
+        text = found[0]
     parts = text.split(form.separator) if form.max_actions > 1 else [text]
     actions = tuple(part.strip() for part in parts if part.strip())[: form.max_actions]
     return Parsed(actions, True, thought) if actions else INVALID
+
+
+def _between(text: str, tag: str) -> tuple[str, str] | None:
+    """What stands inside the first complete pair of tags, and behind it; None: there is none."""
+    # Not a regular expression: on a text of many open tags that takes the square of its length.
+    start = text.find(f"<{tag}>")
+    if start < 0:
+        return None
+    start += len(tag) + 2
+    stop = text.find(f"</{tag}>", start)
+    return None if stop < 0 else (text[start:stop], text[stop + len(tag) + 3 :])

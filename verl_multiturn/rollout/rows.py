@@ -14,12 +14,14 @@ import numpy as np
 import torch
 from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopOutput
 
+from verl_multiturn.errors import RunStopped
 from verl_multiturn.filtering import Member
 from verl_multiturn.rewards import Normalize, per_turn, trained_reward
 from verl_multiturn.steps import by_step
 from verl_multiturn.turns import Trajectory, TurnBatch
 
 SIMILARITY = "anchor_text"
+ORIGIN = "origin"  # of a row: [group, sample], which its key must name too
 
 
 def to_outputs(
@@ -77,7 +79,7 @@ def to_outputs(
                 reward_score=trajectory.episode_return - lost,
                 num_turns=len(details),
                 metrics=seconds,
-                extra_fields={**shared, "turns": records},
+                extra_fields={**shared, "turns": records, ORIGIN: [trajectory.group, trajectory.trajectory]},
             )
         )
     return outputs
@@ -145,9 +147,25 @@ class Rows:
 
     @classmethod
     def read(cls, keys: Sequence[str], tags: Sequence[dict[str, Any]], extra_fields: Sequence[Any]) -> "Rows":
-        """From a batch's keys, tags and fetched `extra_fields`, all over the same rows."""
+        """From a batch's keys, tags and fetched `extra_fields`, all over the same rows.
+
+        Raises:
+            RunStopped: a row stands twice, is missing, or carries another trajectory than its key names:
+                credit would be given to the wrong tokens.
+        """
+        if not len(keys) == len(tags) == len(extra_fields) or len(set(keys)) < len(keys):
+            raise RunStopped(
+                f"the batch has {len(keys)} keys ({len(set(keys))} of them distinct), {len(tags)} tags and "
+                f"{len(extra_fields)} rows: TransferQueue lost or doubled some; nothing was trained on it"
+            )
         real = [i for i, tag in enumerate(tags) if not tag.get("is_padding", False)]
         plain = [getattr(extra, "data", extra) for extra in extra_fields]
+        for i in real:
+            if (origin := plain[i].get(ORIGIN)) and "_".join(map(str, origin)) != keys[i].rpartition("_")[0]:
+                raise RunStopped(
+                    f"row {keys[i]} carries the trajectory {origin[1]} of group {origin[0]}: TransferQueue "
+                    "gave the rows in another order than their keys; nothing was trained on it"
+                )
         return cls(list(keys), real, [plain[i] for i in real])
 
     def turns(self, values: Sequence[Sequence[float]] | None = None) -> TurnBatch:
@@ -221,6 +239,14 @@ class Rows:
 
     def _session(self, row: int) -> str:
         return self.keys[row].rsplit("_", 1)[0]
+
+    def starts(self) -> dict[str, set[str]]:
+        """The first observations of each group's trajectories, by uid: one, unless something is wrong."""
+        found: dict[str, set[str]] = defaultdict(set)
+        for row, record, _ in self.places:
+            if record["index"] == 0:
+                found[self.keys[row].rsplit("_", 2)[0]].add(record["observation"])
+        return dict(found)
 
     def spread(self, per_turn: np.ndarray, mask: torch.Tensor) -> torch.Tensor:
         """Give each token of an utterance its turn's number; 0 on all other tokens and on padding.

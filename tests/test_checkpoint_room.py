@@ -1,0 +1,71 @@
+"""Room for checkpoints, on a disk that is really full, and the best one, which rotation does not touch."""
+
+import json
+import shutil
+import subprocess
+
+import pytest
+
+from verl_multiturn import checkpoints
+from verl_multiturn.checkpoints import check_room, find, keep_best
+from verl_multiturn.errors import RunStopped
+
+
+def checkpoint(folder, step, size=1000):
+    shards = folder / f"global_step_{step}" / "actor"
+    shards.mkdir(parents=True)
+    (shards / "model_world_size_1_rank_0.pt").write_bytes(bytes([step]) * size)
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of 4 MB; where it cannot be mounted, the free space alone is another's word."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "none", place], capture_output=True)
+    if mounted.returncode:
+        pytest.skip("no file system can be mounted here")
+    yield place
+    subprocess.run(["umount", place], check=True)
+
+
+def test_a_full_disk_is_refused_before_a_checkpoint_is_begun(small_disk):
+    checkpoint(small_disk, 1, size=1_500_000)
+    check_room(small_disk, "model")
+    (small_disk / "other").write_bytes(bytes(1_200_000))
+    with pytest.raises(RunStopped, match=r"no room for a checkpoint in .*: 0\.00 GB are free, it"):
+        check_room(small_disk, "model")
+
+
+def test_the_first_checkpoint_is_judged_by_the_model(tmp_path, monkeypatch):
+    (tmp_path / "model.safetensors").write_bytes(bytes(1000))
+    free = type("Usage", (), {"free": 6599})
+    monkeypatch.setattr(checkpoints.shutil, "disk_usage", lambda place: free)
+    with pytest.raises(RunStopped, match="rerun the same command to resume"):
+        check_room(tmp_path / "none yet", str(tmp_path))
+    free.free = 6601
+    check_room(tmp_path / "none yet", str(tmp_path))
+    check_room(tmp_path / "none yet", "name/of-a-hub")
+
+
+def test_the_best_outlives_the_rotation(tmp_path):
+    for step, success, best in ((1, 0.5, True), (2, 0.4, False), (3, 0.5, False), (4, 0.75, True)):
+        checkpoint(tmp_path, step)
+        assert keep_best(tmp_path, step, success) is best
+        shutil.rmtree(tmp_path / f"global_step_{step}")  # as verl does
+    (kept,) = (tmp_path / "best").glob("global_step_*")
+    assert find(str(kept)).step == 4 and (kept / "actor/model_world_size_1_rank_0.pt").read_bytes()[0] == 4
+    assert json.loads((tmp_path / "best/success.json").read_text()) == {"step": 4, "success": 0.75}
+    assert keep_best(tmp_path, 9, 1.0) is False  # no checkpoint of that step
+
+
+def test_a_kill_in_between_leaves_the_one_before(tmp_path):
+    checkpoint(tmp_path, 1)
+    keep_best(tmp_path, 1, 0.5)
+    (tmp_path / "best" / "global_step_2.part").mkdir()
+    (tmp_path / "best" / "global_step_2.part" / "half").touch()
+    checkpoint(tmp_path, 2)
+    assert keep_best(tmp_path, 2, 0.6)
+    names = sorted(path.name for path in (tmp_path / "best").iterdir())
+    assert names == ["global_step_2", "success.json"]
+    assert not (tmp_path / "best/global_step_2/half").exists()

@@ -1,0 +1,246 @@
+"""Signs of life, lost processes, and what the doctor makes of them. Real processes, really killed."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from verl_multiturn import doctor_run, heartbeat
+from verl_multiturn.cli import app
+from verl_multiturn.errors import RunStopped
+from verl_multiturn.heartbeat import Heartbeat, born, read
+from verl_multiturn.runs import RunWriter
+
+ROOT = Path(__file__).parents[1]
+
+DRIVER = """
+import sys, time
+from verl_multiturn.heartbeat import Heartbeat, born
+
+class Watch:
+    def __init__(self, pid):
+        self.pid, self.since = pid, born(pid)
+    processes = property(lambda self: {"Server": [self.pid]})
+    def lost(self):
+        return None if born(self.pid) == self.since else f"the process of Server (process {self.pid}) is gone"
+
+heart = Heartbeat(sys.argv[1], interval=0.02, grace=float(sys.argv[3]))
+heart.start()
+heart.watch(Watch(int(sys.argv[2])))
+heart.enter("actor update", 7)
+print("up", flush=True)
+try:
+    while True:
+        time.sleep(0.02)
+        if sys.argv[4] == "looks":
+            heart.check()
+except RuntimeError as error:
+    if not error.said:
+        sys.stderr.write(f"error: {error}\\n")
+    heart.close("stopped", str(error))
+    sys.exit(1)
+"""
+
+
+@pytest.fixture
+def server():
+    """A process to be killed."""
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    yield process
+    process.kill()
+    process.wait()
+
+
+def driver(folder, server, grace=20.0, does="looks"):
+    command = [sys.executable, "-c", DRIVER, str(folder), str(server.pid), str(grace), does]
+    process = subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert process.stdout.readline() == "up\n"
+    return process
+
+
+def states(folder):
+    return {line.name: (line.status, line.text) for line in doctor_run.lines(folder)}
+
+
+def until(condition, seconds=60.0):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize(("does", "grace"), [("looks", 20.0), ("hangs", 0.2)])
+def test_a_lost_process_stops_the_run_with_one_sentence(tmp_path, server, does, grace):
+    """Also a driver that waits for ever for its answer."""
+    process = driver(tmp_path, server, grace, does)
+    until(lambda: read(tmp_path)["processes"] == {"Server": [server.pid]})
+    assert states(tmp_path)["state"][0] == states(tmp_path)["processes"][0] == "ok"
+    began = time.monotonic()
+    server.kill()
+    _, said = process.communicate(timeout=60)
+    assert time.monotonic() - began < 30 and process.returncode == 1
+    sentence = (
+        f"the process of Server (process {server.pid}) is gone, in phase 'actor update' of step 7; "
+        "the same command resumes from the last checkpoint"
+    )
+    assert said == f"error: {sentence}\n"
+    beat = read(tmp_path)
+    assert (beat["ending"], beat["reason"], beat["step"]) == ("stopped", sentence, 7)
+    status, text = states(tmp_path)["state"]
+    assert status == "FAIL" and text.endswith(f"in phase 'actor update' of step 7: {sentence}")
+
+
+def test_a_killed_driver_is_explained(tmp_path, server):
+    process = driver(tmp_path, server)
+    until(lambda: read(tmp_path)["processes"])
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    found = states(tmp_path)
+    status, text = found["state"]
+    assert status == "FAIL" and f"the driver (process {process.pid}) is gone without a word" in text
+    assert "in phase 'actor update' of step 7; its last sign of life was " in text
+    assert found["processes"] == ("warn", f"left of it: Server ({server.pid}): end them before you resume")
+    done = CliRunner().invoke(app, ["doctor", str(tmp_path), "--json"])
+    assert done.exit_code == 1 and json.loads(done.output)["lines"][0]["text"][:30] == text[:30]
+
+
+def test_a_stopped_driver_is_not_a_dead_one(tmp_path, server, monkeypatch):
+    process = driver(tmp_path, server)
+    process.send_signal(signal.SIGSTOP)
+    monkeypatch.setattr(doctor_run, "STALE", 0.1)
+    time.sleep(0.3)
+    status, text = states(tmp_path)["state"]
+    assert status == "FAIL" and "is there but has given no sign of life" in text
+    process.kill()
+    process.wait()
+
+
+def test_a_reader_never_sees_half_a_beat(tmp_path):
+    heart = Heartbeat(tmp_path, interval=0.0005)
+    heart.start()
+    seen = [read(tmp_path)["step"] for _ in range(500) if heart.enter("rollout", _) is None]
+    heart.close("done")
+    assert len(seen) == 500 and not list(tmp_path.glob(".heartbeat*"))
+    assert states(tmp_path)["state"][0] == "ok"
+
+
+def test_phases_nest_and_an_error_keeps_its_phase(tmp_path):
+    heart, names = Heartbeat(tmp_path), []
+    heart.enter("rollout", 1)
+
+    def work(fail):
+        names.append(heart._state["phase"])
+        if fail:
+            raise KeyError("x")
+
+    inner = heart.during("advantages", lambda: 3, work)
+    inner(False)
+    assert names == ["advantages"] and heart._state["phase"] == "rollout"
+    with pytest.raises(KeyError):
+        inner(True)
+    assert (heart._state["phase"], heart._state["step"]) == ("advantages", 3)
+
+
+def test_the_first_cause_is_found_behind_a_failed_call(tmp_path):
+    """A call to a dead process raises before the next look at it."""
+
+    class Watch:
+        processes = {}
+        gone = None
+
+        def lost(self):
+            return self.gone
+
+    heart, watch = Heartbeat(tmp_path, interval=0.1, grace=600.0), Watch()
+    heart.start()
+    heart.watch(watch)
+    assert heart.explain(0.3) is None
+    watch.gone = "the process of X is gone"
+    assert heart.explain().startswith("the process of X is gone, in phase 'start-up' of step 0")
+    with pytest.raises(RunStopped, match="of X is gone"):
+        heart.check()
+    heart.close("stopped")
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "null", '{"time": 1}', "\x00\x01"])
+def test_a_damaged_beat_is_one_sentence(tmp_path, text):
+    (tmp_path / heartbeat.NAME).write_text(text)
+    with pytest.raises(ValueError, match=r"heartbeat.json is damaged: "):
+        read(tmp_path)
+    ((status, said),) = states(tmp_path).values()
+    assert status == "FAIL" and "is damaged" in said
+
+
+def test_what_the_records_add(tmp_path):
+    """The last checkpoint, what was lost and by what, and a phase that lasts too long."""
+    with RunWriter(tmp_path) as writer:
+        for step in (1, 2, 3):
+            writer.metrics(step, {"timing_s/gen": 2.0})
+            writer.trajectories("train", step, [])
+        for turn in (1, 4):
+            error = {"error": "the LLM server took longer than 5 s", "task": 9, "turn": turn, "step": 3}
+            writer.failure(error | {"waiting": "LLM server", "waiting_seconds": 5.0, "seconds": 8.0})
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / "latest_checkpointed_iteration.txt").write_text("2")
+    heart = Heartbeat(tmp_path)
+    heart.enter("rollout", 4)
+    heart._write()
+    later = {line.name: line for line in doctor_run.lines(tmp_path, now=time.time() + 20)}
+    assert later["pace"].status == "ok"
+    found = {line.name: line for line in doctor_run.lines(tmp_path, now=time.time() + 100)}
+    assert found["pace"].status == "warn"
+    assert found["pace"].text.startswith("rollout usually takes 2.0 s, this one 10")
+    assert "steps up to 3 are recorded; the last checkpoint is of step 2" in found["records"].text
+    assert "2 trajectories were lost, 2 by: the LLM server took longer than 5 s" in found["failures"].text
+    assert "task 9, turn 4, for the LLM server, 5 s of 8" in found["failures"].text
+
+
+def test_a_folder_that_is_no_run(tmp_path):
+    with pytest.raises(ValueError, match=r"is no run: it has no heartbeat\.json, metrics\.jsonl or"):
+        doctor_run.folder_of(str(tmp_path))
+    assert doctor_run.folder_of("gigpo_frozenlake") is None
+
+
+def test_a_process_number_used_again_is_another_process():
+    mine = born(os.getpid())
+    child = subprocess.Popen([sys.executable, "-c", "pass"])
+    child_born = born(child.pid)
+    until(lambda: born(child.pid) is None)  # a zombie counts as dead
+    child.wait()
+    assert mine is not None and child_born is not None and child_born >= mine
+
+
+def test_a_full_disk_does_not_end_the_heartbeat(tmp_path):
+    """The kernel refuses to write the file; the run itself goes on."""
+    code = textwrap.dedent(
+        """
+        import io, resource, signal, sys, time
+        from verl_multiturn.heartbeat import Heartbeat
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        heart = Heartbeat(sys.argv[1], interval=0.02)
+        heart.start()
+        out, sys.stderr = sys.stderr, io.StringIO()
+        resource.setrlimit(resource.RLIMIT_FSIZE, (10, -1))
+        while "cannot be written" not in sys.stderr.getvalue():
+            time.sleep(0.02)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (-1, -1))
+        heart.close("done")
+        out.write(sys.stderr.getvalue())
+        """
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=30, cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert done.returncode == 0 and "heartbeat.json cannot be written: File too large" in done.stderr
+    assert read(tmp_path)["ending"] == "done"

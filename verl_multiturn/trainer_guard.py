@@ -1,0 +1,146 @@
+"""What keeps a run honest about its end: heartbeat, lost processes, a rollout that stands still, a full disk.
+
+A mixin of `MultiTurnMixin`: it overrides `init` and `_save_checkpoint` and offers the rest to `fit`.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from verl_multiturn import checkpoints, heartbeat
+from verl_multiturn import metrics as run_metrics
+from verl_multiturn.errors import RunStopped
+from verl_multiturn.heartbeat import RESUMES, Heartbeat
+from verl_multiturn.progress import Progress
+from verl_multiturn.watch import RayWatch
+
+# Methods of verl's trainer, and how the phase is called while they run; else it is the rollout.
+PHASES = {
+    "_compute_old_log_prob": "log-probabilities",
+    "_compute_ref_log_prob": "log-probabilities of the reference",
+    "_compute_values": "values",
+    "_compute_advantage": "advantages",
+    "_update_critic": "critic update",
+    "_update_actor": "actor update",
+    "_save_checkpoint": "checkpoint",
+    "on_step_end": "weight transfer",
+    "_validate": "validation",
+}
+MARGIN = 60.0  # seconds: an episode that reaches its time-out needs some to be given up
+
+
+class GuardedRun:
+    """Attributes of the trainer that it is mixed into are declared here, for the reader."""
+
+    config: Any
+    settings: Any
+    replay_buffer: Any
+    global_steps: int
+    progress: Progress
+    heart: Heartbeat
+    _unequal_said = False
+
+    def init(self) -> None:
+        """verl's `init`, with signs of life from its beginning."""
+        self._before = self._last_words()
+        self.heart.start()
+        super().init()  # type: ignore[misc]
+
+    def _last_words(self) -> str | None:
+        """What a process that trained here before did not say itself."""
+        try:
+            beat = heartbeat.read(self.settings.run)
+        except ValueError as error:
+            return str(error)
+        if beat is None or beat["ending"] is not None:
+            return None
+        return (
+            f"the process {beat['pid']} that trained here before ended without a word in phase "
+            f"{beat['phase']!r} of step {beat['step']}"
+        )
+
+    @contextmanager
+    def _alive(self) -> Iterator[None]:
+        """Signs of life and the watch over processes for the time of the training."""
+        import ray
+
+        if self._before is not None:
+            self.progress.note(self._before)
+        if ray.is_initialized():
+            self.heart.watch(RayWatch())
+        for name, phase in PHASES.items():
+            setattr(self, name, self.heart.during(phase, self._step, getattr(self, name)))
+        buffer = self.replay_buffer
+        buffer._wait_for_next_poll = self._impatient(buffer._wait_for_next_poll)
+        self.heart.enter("rollout", self.global_steps)
+        try:
+            yield
+        except RunStopped as error:
+            self.heart.close("stopped", str(error))
+            raise
+        except Exception as error:
+            # A call to a process that has died fails with Ray's own story; this is the cause.
+            if problem := self.heart.explain():
+                self.heart.close("stopped", problem)
+                raise self.heart.stopped() from error
+            self.heart.close("stopped", f"{type(error).__name__}: {error}"[:1000])
+            raise
+        except BaseException:
+            self.heart.close("interrupted")
+            raise
+        self.heart.close("done")
+
+    def _save_checkpoint(self) -> None:
+        """verl's, if there is room for it."""
+        folder = Path(self.config.trainer.default_local_dir)
+        checkpoints.check_room(folder, self.config.actor_rollout_ref.model.path)
+        super()._save_checkpoint()  # type: ignore[misc]
+
+    def _keep_best(self, metrics: dict[str, Any]) -> None:
+        """After a validation: verl has saved this step before."""
+        success = metrics.get("val/success")
+        folder = Path(self.config.trainer.default_local_dir)
+        if success is not None and checkpoints.keep_best(folder, self.global_steps, float(success)):
+            self.progress.note(f"best so far: success {success:.3f}, kept in {folder / checkpoints.BEST}")
+
+    def _check_groups(self, rows: Any, members: dict[str, list[Any]], metrics: dict[str, Any]) -> None:
+        """Groups that lost members, and those whose members did not start alike."""
+        starts, n = rows.starts(), self.config.actor_rollout_ref.rollout.n
+        sizes, counts = [len(one) for one in members.values()], [len(one) for one in starts.values()]
+        metrics |= run_metrics.of_integrity(sizes, n, counts)
+        unequal = [uid for uid, shown in starts.items() if len(shown) > 1]
+        if unequal and not self._unequal_said:
+            self._unequal_said = True
+            self.progress.note(
+                f"step {self.global_steps}: the members of {len(unequal)} of {len(starts)} groups (first: "
+                f"{unequal[0]}) began with different observations: {self.settings.env} does not reset by its "
+                "seed alone, and comparing them is unfair (verl-multiturn check-env says more)"
+            )
+
+    def _step(self) -> int:
+        return self.global_steps
+
+    def _impatient(self, wait: Callable[[str, float], float]) -> Callable[[str, float], float]:
+        """verl's sampler waits for ever; here it looks at the processes, and at whether anything ends."""
+        longest = self.settings.episode_timeout + MARGIN
+        seen, since = -1, time.monotonic()
+
+        def waiting(partition_id: str, last_debug_time: float) -> float:
+            nonlocal seen, since
+            self.heart.check()
+            buffer = self.replay_buffer
+            ended = [buffer.partitions, buffer.finished_keys, buffer.failure_keys]
+            count = sum(len(one[partition_id]) for one in ended)
+            if count != seen:
+                seen, since = count, time.monotonic()
+            if time.monotonic() - since > longest:
+                raise RunStopped(
+                    f"step {self.global_steps}: no trajectory has ended for {longest:.0f} s, longer than "
+                    f"multiturn.episode_timeout={self.settings.episode_timeout:g} allows: a rollout worker "
+                    f"or the LLM server stands still; {RESUMES}"
+                )
+            return wait(partition_id, last_debug_time)
+
+        return waiting
