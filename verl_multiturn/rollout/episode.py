@@ -110,7 +110,7 @@ class Episode:
     details: list[dict[str, Any]] = field(default_factory=list)
     acted: int = 0  # steps of the environment so far
     doing: str | None = None  # the action that the environment is taking
-    read: str = ""  # the prompt of the turn
+    shown: str = ""  # the prompt of the turn
     begun: float = field(default_factory=time.monotonic)
     waiting: tuple[str, float] = ("", 0.0)  # for what, and since when
 
@@ -158,7 +158,7 @@ class Episode:
             "trajectory": self.task.sample,
             "turn": len(self.turns),
             "action": self.doing,
-            "prompt": self.read[-MOST_PROMPT:],
+            "prompt": self.shown[-MOST_PROMPT:],
             "seconds": now - self.begun,
             "waiting": self.waiting[0] or None,
             "waiting_seconds": now - self.waiting[1] if self.waiting[0] else None,
@@ -192,7 +192,7 @@ class Episode:
             prompt = prompt or await asyncio.to_thread(self.layout.prompt, view)
             if prompt is None:
                 return seen, "tokens"
-            self.read = prompt.text
+            self.shown = prompt.text
             await self.before_turn(env, view, seen, prompt)
             seen, prompt = await self._turn(env, view, seen, prompt), None
             if len(self.turns) >= max_turns or self._actions_left() == 0:
