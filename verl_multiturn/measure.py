@@ -45,6 +45,7 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     "scienceworld": {"find": {"tasks": "find-non-living-thing", "max_turns": 20}},  # all 30 take many minutes
     "skyrl_gym": {"gsm8k": {"id": "gsm8k", "rows": SUMS}},
     "textarena": {"FrozenLake": {}, "Sokoban": {"id": "Sokoban-v0"}},
+    "twenty_questions": {"157 words": {}, "ten words": {"words": 10, "questions": "listed"}},
     "textworld": {kind: {"kind": kind, "games": 8} for kind in ("coin", "treasure", "cooking")},
 }
 
