@@ -11,7 +11,7 @@ pytestmark = pytest.mark.e2e
 pytest.importorskip("vllm")
 
 REPOSITORY = Path(__file__).parents[2]
-TIMEOUT = 300
+TIMEOUT = 600
 CODE = """
 import json, sys
 from verl_multiturn.cpu import settings
