@@ -24,10 +24,10 @@ import numpy as np
 import torch
 
 from environments.twenty_questions_parts.exact import reference_returns
+from verl_multiturn.critic.config import PRESETS
 from verl_multiturn.critic.encoders import Encoder
 from verl_multiturn.critic.offline import OfflineConfig, fit, imitate, read, rerank
 from verl_multiturn.critic.replay import history
-from verl_multiturn.critic.utterance import PRESETS
 from verl_multiturn.env import derive_seed, make
 from verl_multiturn.measure import machine
 from verl_multiturn.stats import mean_interval
