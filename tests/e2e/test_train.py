@@ -300,7 +300,10 @@ def test_alfworld_with_a_process_killed(folder, alfworld_games):
     run = folder / "alfworld"
     overrides = (
         f"multiturn.env_kwargs.data={alfworld_games}",
+        "multiturn.env_kwargs.types=[pick_and_place_simple,look_at_obj_in_light,pick_clean_then_place_in_recep,"
+        "pick_heat_then_place_in_recep,pick_cool_then_place_in_recep]",
         "multiturn.env_kwargs.max_turns=6",
+        "data.max_prompt_length=384",
         "multiturn.small_model.steps=10",
         "multiturn.small_model.episodes=20",
         "multiturn.small_model.batch=32",
