@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import shutil
 import warnings
 from collections.abc import Iterable, Iterator
@@ -19,6 +20,9 @@ from verl_multiturn.provenance import ABOUT
 Record = dict[str, Any]
 SUFFIX = ".jsonl.zst"
 OWN_SPLITS = ("train", "val")  # written by training itself, so taken back when it resumes earlier
+SECRET = re.compile(r"api_?key|password|secret|(auth|access|bearer)_?token|credential", re.IGNORECASE)
+LOGIN = re.compile(r"(\w+://)[^\s/@]+:[^\s/@]+@")
+HIDDEN = "(not recorded)"
 CHUNK = 1 << 14  # bytes read at once: unpacked they may be a thousand times as many
 _OPTIONS = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS | orjson.OPT_APPEND_NEWLINE
 
@@ -120,6 +124,21 @@ def runs_near(folder: Path) -> list[Path]:
         if runs := [path for path in places if path.is_dir() and not missing_parts(path)]:
             return sorted(runs)
     return []
+
+
+def without_secrets(config: Any) -> Any:
+    """A nested configuration without what is not to be read later: keys, passwords, environment variables."""
+    if isinstance(config, dict):
+        return {
+            name: HIDDEN
+            if value and (SECRET.search(str(name)) or (isinstance(value, dict) and name == "env_vars"))
+            else without_secrets(value)
+            for name, value in config.items()
+        }
+    if isinstance(config, list):
+        return [without_secrets(one) for one in config]
+    # user:password@ in an address
+    return LOGIN.sub(rf"\1{HIDDEN}@", config) if isinstance(config, str) else config
 
 
 def write_config(folder: Path, text: str) -> None:

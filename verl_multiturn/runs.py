@@ -79,7 +79,8 @@ class RunWriter:
         (self.folder / "trajectories").mkdir(parents=True, exist_ok=True)
         run_files.take_back(self.folder, resume_step)
         if config is not None:
-            text = OmegaConf.to_yaml(OmegaConf.create(config), resolve=True)
+            plain = OmegaConf.to_container(OmegaConf.create(config), resolve=True)
+            text = OmegaConf.to_yaml(OmegaConf.create(run_files.without_secrets(plain)))
             run_files.write_config(self.folder, text)
             with (self.folder / provenance.ABOUT).open("ab") as file:
                 file.write(run_files.json_line(provenance.about(config, resume_step or 0)))
