@@ -43,11 +43,13 @@ class Thirty(Env):
     max_turns = TURNS
 
     def _reset(self, seed):
+        self.left = TURNS
         return "at 0", {"task_type": "thirty"}
 
     def _step(self, action):
-        done = self.turn + 1 >= TURNS
-        return f"at {self.turn + 1}", float(done), done, {"valid": True, "success": done}
+        self.left -= 1
+        done = self.left == 0
+        return f"{self.left} to go", float(done), done, {"valid": True, "success": done}
 
     def admissible(self):
         return ["go"]
@@ -112,6 +114,7 @@ def loop(given):
             cpu.append(time.process_time() - began)
         for _ in range(10):
             turns += await side.rollout(range(given.trajectories))
+            assert turns % TURNS == 0, "an episode was cut"
             gc.collect()
             memory.append(rss())
         side.server.task.cancel()
@@ -217,16 +220,14 @@ def page(found):
             "",
         ]
     if one := found.get("loop"):
-        low, high = min(one["rss_mb"][1:]), max(one["rss_mb"][1:])
         cpu = [round(seconds, 1) for seconds in one["cpu_seconds"]]
         out += [
             "## Load",
             "",
             f"Agent loop, {TURNS} turns a trajectory, a server that answers at once: {one['turns']:,} turns; "
             f"CPU seconds for {one['sizes']} trajectories: {cpu}, exponent {one['exponent']:.2f}. "
-            f"Memory after steps 2 to 10 of {one['sizes'][-1]:,} "
-            f"trajectories: {low:.0f} to {high:.0f} MB (first "
-            f"{one['rss_mb'][0]:.0f}, last {one['rss_mb'][-1]:.0f}).",
+            f"Memory after each of ten steps of {one['sizes'][-1]:,} trajectories, MB: "
+            f"{', '.join(f'{mb:.0f}' for mb in one['rss_mb'])}.",
             "",
         ]
     if one := found.get("advantages"):
@@ -273,6 +274,7 @@ def _kills(one):
         "`verl-multiturn doctor RUN` do.",
         "",
     ]
+    out += [f"* {line['target']}: {line['note']}" for line in tries if "note" in line]
     if audit := one["audit"]:
         out += ["After the last of them:", "", *(f"* {name}: {value}" for name, value in audit.items()), ""]
     return out
