@@ -1,6 +1,8 @@
 """Measuring environments: what is found, and that one that hangs or crashes stops nothing."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,7 +12,7 @@ from environments.frozen_lake import FrozenLake
 from verl_multiturn.cli import app
 from verl_multiturn.env import list_envs, make
 from verl_multiturn.measure import VARIANTS, Plan, Variant, chosen, machine, measure, save, summary
-from verl_multiturn.measure_one import Subject, again, memory, parts, resident_mib, tasks_of
+from verl_multiturn.measure_one import Subject, again, parts, resident_mib, tasks_of
 from verl_multiturn.measure_table import markdown
 from verl_multiturn.policies import expert_policy
 from verl_multiturn.stats import wilson
@@ -109,12 +111,22 @@ def test_tasks_are_those_of_a_list_where_there_is_one(tmp_path):
     assert tasks_of(Listed(), 9) == ([f"u{n}" for n in range(5)], "all of valid_unseen")
 
 
+MEMORY = """
+import sys
+from verl_multiturn.env import make
+from verl_multiturn.measure_one import Subject, memory
+from verl_multiturn.policies import expert_policy
+
+print(memory(Subject(make(sys.argv[1]), [0, 1], 2, 5), lambda: make(sys.argv[1]), expert_policy))
+"""
+
+
 def test_memory_of_one_more_instance(one):
-    """Each holds 2 MB that it has written."""
+    """Each holds 2 MB that it has written; in a process of its own, as pages freed before are used again."""
     if resident_mib() is None:
         pytest.skip("no /proc on this system")
-    subject = Subject(make(one), [0, 1], 2, 5)
-    assert 1.5 < memory(subject, lambda: make(one), expert_policy) < 4
+    done = subprocess.run([sys.executable, "-c", MEMORY, one], check=True, capture_output=True, text=True)
+    assert 1.5 < float(done.stdout) < 4
 
 
 def test_resets_are_of_tasks_that_were_played_before():
