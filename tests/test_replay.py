@@ -7,7 +7,17 @@ import pytest
 from typer.testing import CliRunner
 
 from verl_multiturn.cli import app
-from verl_multiturn.replay import environment, find_trajectories, name_of, replay, replay_all
+from verl_multiturn.replay import (
+    Unreadable,
+    environment,
+    find_trajectory,
+    name_of,
+    places,
+    read,
+    replay,
+    replay_all,
+)  # fmt: skip
+from verl_multiturn.replay_report import ranges, tally
 from verl_multiturn.rollout.episode import Episode, Sample, Task
 from verl_multiturn.rollout.layouts import Limits, TurnRows
 from verl_multiturn.rollout.parsing import ActionFormat
@@ -113,7 +123,7 @@ def test_every_trajectory_is_played_again(run):
         ("valid", None, "valid recorded"),
     ],
 )
-def test_the_first_difference_of_a_turn(run, key, value, said):
+def test_a_difference_of_one_turn(run, key, value, said):
     def change(record):
         turn = record["turns"][1]
         turn[key] = (not turn["valid"]) if value is None else value
@@ -121,8 +131,8 @@ def test_the_first_difference_of_a_turn(run, key, value, said):
     record = long_ones(run)[0]
     change(record)
     found = replay(environment(run), record)
-    assert not found.ok and found.difference.turn == 1 and found.turns == 1
-    assert f"{name_of(record)} differs at turn 1: {said}" in str(found.difference)
+    assert not found.ok and found.differing == [1] and found.turns == len(record["turns"])
+    assert f"{name_of(record)} differs at turn 1: {said}" in str(found.differences[0])
 
 
 @pytest.mark.parametrize(
@@ -132,13 +142,14 @@ def test_the_first_difference_of_a_turn(run, key, value, said):
         (lambda r: r.update(terminated=not r["terminated"]), "terminated"),
         (lambda r: r.update(truncation="environment"), "truncated by the environment"),
         (lambda r: r.update(instruction="dance"), "instruction"),
+        (lambda r: r.update(final_observation="home"), "observation after it"),
     ],
 )
 def test_differences_of_the_whole(run, change, what):
     record = next(r for r in run.trajectories("train", 1) if r["terminated"])
     assert replay(environment(run), record).ok
     change(record)
-    assert replay(environment(run), record).difference.what == what
+    assert [one.what for one in replay(environment(run), record).differences] == [what]
 
 
 def test_other_noise_is_noticed(run):
@@ -169,9 +180,11 @@ def test_an_environment_that_raises_or_ends_early(run, tmp_path):
     env = environment(run_with(tmp_path, tmp_path / "short.py"))
     turn = {"observation": "o", "actions": ["x"], "reward": 0.0, "valid": True}
     record |= {"instruction": "", "turns": [turn | {"index": 0}, turn | {"index": 1}]}
-    assert str(replay(env, record).difference).endswith("the episode recorded 'goes on', now 'has ended'")
+    (found,) = replay(env, record).differences
+    assert str(found).endswith("the episode recorded 'goes on', now 'has ended'")
     record["turns"][0]["actions"] = ["raise"]
-    assert "now KeyError('lost')" in str(replay(env, record).difference)
+    raised = replay(env, record)
+    assert "now KeyError('lost')" in str(raised.differences[0]) and raised.lost == 2
 
 
 def run_with(folder, env):
@@ -193,31 +206,134 @@ def test_a_run_that_names_no_environment(tmp_path):
 
 
 def test_names(run):
-    assert [name_of(r) for r in find_trajectories(run, "s1-0/1")] == ["s1-0/1"]  # not s1-0/10
-    assert find_trajectories(run, "s2-5/2", step=2)[0]["step"] == 2
-    assert len(find_trajectories(run, None)) == 33
-    assert {r["step"] for r in find_trajectories(run, None, step=1)} == {1}
+    everywhere = places(run, ["train"], None)
+    assert everywhere == [("train", 1), ("train", 2), ("train", 3)]
+    assert places(run, ["train"], [3, 1]) == [("train", 1), ("train", 3)]
+    assert name_of(find_trajectory(run, "s1-0/1", everywhere)) == "s1-0/1"  # not s1-0/10
+    assert find_trajectory(run, "s2-5/2", [("train", 2)])["step"] == 2
     with pytest.raises(ValueError, match=r"begins the names of 3 trajectories: s2-5/0 of step 2"):
-        find_trajectories(run, "s2-5")
+        find_trajectory(run, "s2-5", everywhere)
     with pytest.raises(ValueError, match=r"Did you mean 's1-5/2'\? \(the nearest of 99\)"):
-        find_trajectories(run, "s1_5/2")
+        find_trajectory(run, "s1_5/2", everywhere)
     with pytest.raises(ValueError, match="unknown split 'vla'"):
-        find_trajectories(run, "s", split="vla")
+        places(run, ["vla"], None)
+    with pytest.raises(ValueError, match="unknown step of split 'train' '7'; valid: 1, 2, 3"):
+        places(run, ["train"], [7])
+    assert [ranges(numbers) for numbers in ([], [3], [1, 2, 3, 5, 7, 8])] == ["", "3", "1-3, 5, 7-8"]
+
+
+def rewritten(folder, env, splits):
+    """A run of these splits: {split: {step: records}}."""
+    with RunWriter(folder, {"multiturn": env}) as writer:
+        writer.metrics(1, {})
+        for split, steps in splits.items():
+            for step, records in steps.items():
+                writer.trajectories(split, step, [r | {"split": split, "step": step} for r in records])
+    return Run(folder)
 
 
 def test_the_command(run, tmp_path):
     assert "33 of 33 trajectories are as recorded" in call("replay", run.folder, "--all", "--step", 2)
+    assert "99 of 99 trajectories are as recorded" in call("replay", run.folder, "--all", "--step", "all")
+    assert "66 of 66 trajectories" in call("replay", run.folder, "--all", "--step", "2-9")
     said = call("replay", run.folder, "s1-2/0")
     assert "equal" in said and "1 of 1 trajectories are as recorded" in said
     assert "give either a TRAJECTORY" in call("replay", run.folder, code=2)
     assert "give either a TRAJECTORY" in call("replay", run.folder, "s1", "--all", code=2)
-    rows = run.trajectories("train", 1)[:4]
-    rows[2]["turns"][0]["reward"] = 7.0
-    config = {"multiturn": {"env": "frozen_lake", "env_kwargs": KWARGS}}
-    with RunWriter(tmp_path / "changed", config) as writer:
-        writer.metrics(1, {})
-        writer.trajectories("train", 1, rows)
-    said = call("replay", tmp_path / "changed", "--all", code=1)
-    assert "3 of 4 trajectories are as recorded" in said
-    assert "s1-0/2 differs at turn 0: reward recorded 7.0, now 0.0" in said
-    assert "differs: reward" in call("replay", tmp_path / "changed", "s1-0/2", code=1)
+    assert "unknown step of split 'train' '8'" in call("replay", run.folder, "--all", "--step", 8, code=2)
+    assert "unknown split 'test'" in call("replay", run.folder, "--all", "--split", "train,test", code=2)
+
+
+def test_all_that_differs_is_told(run, tmp_path):
+    """Two turns of one trajectory and the end of another, in two splits; a third file is cut off."""
+    rows = run.trajectories("train", 1)
+    long = next(n for n, record in enumerate(rows) if len(record["turns"]) > 3)
+    rows[long]["turns"][0]["reward"] = 7.0
+    rows[long]["turns"][2]["observation"] = "nowhere"
+    fine = run.trajectories("train", 1)[:20]
+    ended = next(n for n, r in enumerate(fine) if r["terminated"] and n != long)
+    wrong = [*fine[:ended], fine[ended] | {"success": not fine[ended]["success"]}]
+    env = {"env": "frozen_lake", "env_kwargs": KWARGS}
+    splits = {"train": {1: rows, 2: fine, 3: fine}, "val": {2: wrong, 4: fine}}
+    folder = rewritten(tmp_path / "changed", env, splits).folder
+    said = call("replay", folder, "--all", "--step", "all", "--split", "all", code=1)
+    count = 33 + 3 * 20 + ended + 1
+    assert f"{count - 2} of {count} trajectories are as recorded" in said
+    name = name_of(rows[long])
+    assert f"{name} differs at turn 0: reward recorded 7.0, now 0.0" in said
+    assert f"{name} differs at turn 2: observation before it recorded 'nowhere'" in said
+    kinds = "observations 1, rewards 1, valid 0, ends 1, errors 0; turns not compared 0; unreadable 0"
+    assert f"differing: trajectories 2, turns 3; {kinds}" in said
+    assert "differs: reward" in call("replay", folder, name, "--step", 1, code=1)
+    assert "40 of 40" in call("replay", folder, "--all", "--split", "train,val")  # their last steps
+    out = tmp_path / "differences.csv"
+    call("replay", folder, "--all", "--step", "1,2", "--split", "val,train", "--out", out, code=1)
+    lines = out.read_text().splitlines()
+    assert lines[0] == "split,step,trajectory,turn,kind,what,recorded,now"
+    assert lines[1].startswith(f"val,2,{name_of(fine[ended])}") and ",ends,success," in lines[1]
+    assert lines[2] == f"train,1,{name},0,rewards,reward,7.0,0.0"
+    path = folder / "trajectories/train/2.jsonl.zst"
+    path.write_bytes(path.read_bytes()[:-30])
+    said = call("replay", folder, "--all", "--step", "2-3", code=1)
+    assert "unreadable 1" in said and "2.jsonl.zst is damaged" in said and "20 of 20" in said
+    assert "2.jsonl.zst is damaged" in call("replay", folder, "nobody", code=2)
+
+
+def test_a_line_that_is_no_trajectory_is_told(run, tmp_path):
+    good = run.trajectories("train", 1)[:2]
+    bad = [{name: value for name, value in good[0].items() if name != key} for key in ("seed", "turns")]
+    bad += [good[0] | {"turns": turns} for turns in (3, [None], [good[0]["turns"][0] | {"reward": None}])]
+    for n, one in enumerate(bad):
+        env = {"env": "frozen_lake", "env_kwargs": KWARGS}
+        changed = rewritten(tmp_path / str(n), env, {"train": {1: [good[0], one, good[1]]}})
+        first, wrong, last = read(changed, [("train", 1)])
+        assert (first, last) == tuple(good) and isinstance(wrong, Unreadable)
+        assert "1.jsonl.zst, line 2 has no (usable)" in wrong.why
+        found = tally(environment(changed), [first, wrong, last], quiet=True)
+        assert (found.trajectories, found.equal, found.ok) == (2, 2, False)
+        assert "unreadable 1" in str(found)
+
+
+LEAKY = """
+import random
+from environments.frozen_lake import FrozenLake
+
+class Leaky(FrozenLake):
+    def _step(self, action):
+        observation, reward, done, info = super()._step(action)
+        return f"{observation} {random.SystemRandom().random()}", reward, done, info
+"""
+
+
+def test_an_environment_that_is_not_deterministic(tmp_path):
+    """Every observation after the first differs, the rest does not, and every turn is compared."""
+    (tmp_path / "leaky.py").write_text(LEAKY)
+    env, rng = f"{tmp_path}/leaky.py:Leaky", random.Random(3)
+    say = lambda: rng.choice(WORDS)  # noqa: E731
+    records = [recorded(env, KWARGS, task, f"g{task}", 0, 1, say, max_turns=5) for task in range(12)]
+    changed = rewritten(tmp_path / "run", {"env": env, "env_kwargs": KWARGS}, {"train": {1: records}})
+    found = tally(environment(changed), read(changed, places(changed, ["train"], None)), quiet=True)
+    turns = sum(len(record["turns"]) for record in records)
+    cut = sum(record["final_observation"] is not None for record in records)
+    assert (found.turns, found.lost) == (turns, 0)
+    assert found.kinds == {"observations": turns - len(records) + cut}
+    assert found.equal == sum(len(r["turns"]) == 1 and r["terminated"] for r in records) < 12
+
+
+@pytest.mark.parametrize(
+    ("env", "words"),
+    [
+        ("sokoban", ["up", "down", "left", "right"]),
+        ("countdown", ["1+2", "3*(4-1)", "no"]),
+        ("game_2048", ["up", "down", "left", "right"]),
+        ("twenty_questions", ["Is it alive?", "Is it a dog?", "Can I eat it?"]),
+    ],
+)
+def test_other_environments(tmp_path, env, words):
+    """Chance of its own, a tree that is evaluated, an oracle: all are as recorded."""
+    rng = random.Random(7)
+    say = lambda: f"<a>{rng.choice(words)}</a>"  # noqa: E731
+    records = [recorded(env, {}, task, f"g{task}", 0, 1, say, max_turns=4) for task in range(3)]
+    assert all(record["turns"] for record in records)
+    played = replay_all(environment(run_with(tmp_path, env)), records)
+    assert [one.differences for one in played] == [(), (), ()]

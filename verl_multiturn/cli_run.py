@@ -40,26 +40,33 @@ def replay(
     trajectory: Annotated[
         str | None, typer.Argument(help="group/trajectory, or how it unambiguously begins.")
     ] = None,
-    step: Annotated[int | None, typer.Option(help="Where to look; default: every step.")] = None,
-    split: Annotated[str, typer.Option(help="In which split.")] = "train",
-    whole: Annotated[bool, typer.Option("--all", help="A whole step; default: the last one.")] = False,
+    step: Annotated[
+        str | None, typer.Option(help="Such as 3,10-20, or all; default: all for one, the last for --all.")
+    ] = None,
+    split: Annotated[str, typer.Option(help="In which splits, such as train,val, or all.")] = "train",
+    whole: Annotated[bool, typer.Option("--all", help="Every trajectory of the steps.")] = False,
     env: Annotated[str | None, typer.Option(help="Where the run's environment is now.")] = None,
+    out: Annotated[Path | None, typer.Option(help="CSV file for the differences, a row each.")] = None,
 ) -> None:
     """Play recorded trajectories again; exit code 1 at anything that is not as recorded."""
-    from verl_multiturn.replay import environment, find_trajectories, print_replays, replay_all
+    from verl_multiturn.replay import environment, find_trajectory, places, read
+    from verl_multiturn.replay_report import print_tally, tally
     from verl_multiturn.runs import Run
 
     if (trajectory is None) != whole:
-        raise ValueError("give either a TRAJECTORY (group/trajectory) or --all for a whole step")
+        raise ValueError("give either a TRAJECTORY (group/trajectory) or --all for whole steps")
     recorded = Run(run)
-    records = find_trajectories(recorded, trajectory, split, step)
-    rebuilt = environment(recorded, env)
-    try:
-        replays = replay_all(rebuilt, records)
-    finally:
-        rebuilt.close()
-    print_replays(replays)
-    if not all(one.ok for one in replays):
+    splits = recorded.splits() if split == "all" else [name.strip() for name in split.split(",")]
+    where = places(recorded, splits, None)
+    if step is not None and step != "all":
+        where = places(recorded, splits, step_numbers(step, sorted({number for _, number in where})))
+    elif step is None and whole:
+        where = list(dict(where).items())  # the last step of each split
+    records = read(recorded, where) if trajectory is None else [find_trajectory(recorded, trajectory, where)]
+    with closing(environment(recorded, env)) as rebuilt:
+        found = tally(rebuilt, records, out, quiet=trajectory is not None)
+    print_tally(found)
+    if not found.ok:
         raise typer.Exit(1)
 
 

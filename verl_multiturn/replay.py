@@ -1,37 +1,42 @@
-"""Play a recorded trajectory again and compare: the same actions must show the same episode.
+"""Play recorded trajectories again and compare: the same actions must show the same episode.
 
 The environment is built from the run's configuration and reset with the recorded task and noise;
-the recorded actions are applied as `rollout.episode` applied them. A difference means that the
-environment, its data or one of its dependencies has changed, or that it is not deterministic.
+the recorded actions are applied as `rollout.episode` applied them, and go on after a difference as
+long as the environment does. A difference means that the environment, its data or one of its
+dependencies has changed, or that it is not deterministic.
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rich.box import SIMPLE
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
-
 from verl_multiturn.env import Env, make
 from verl_multiturn.errors import unknown
 from verl_multiturn.rollout.pool import Observed, reset, step
-from verl_multiturn.run_files import Record
+from verl_multiturn.run_files import SUFFIX, Record
 from verl_multiturn.runs import Run
 
-SHOWN = 10  # differing trajectories that a table names
+KINDS = ("observations", "rewards", "valid", "ends", "errors")  # what may differ
+# What a record must have to be played again; older runs do not have the rest.
+_NEEDED = {
+    name: object
+    for name in ("split", "step", "group", "trajectory", "task", "seed", "dynamics_seed", "instruction",
+                 "terminated", "truncation", "success")
+} | {"return": int | float, "turns": list}  # fmt: skip
+_NEEDED_OF_TURN = {"observation": str, "actions": list, "reward": int | float, "valid": bool}
+Place = tuple[str, int]  # split and step
 
 
 @dataclass(frozen=True)
 class Difference:
-    """The first thing that is not as recorded; turn None: before the first turn."""
+    """One thing that is not as recorded; turn None: before the first turn."""
 
     trajectory: str
     turn: int | None
+    kind: str  # of KINDS
     what: str
     recorded: Any
     now: Any
@@ -43,17 +48,34 @@ class Difference:
 
 @dataclass(frozen=True)
 class Replay:
-    """A trajectory played again, up to its first difference."""
+    """A trajectory played again, to its end or to where the environment does not go on."""
 
     record: Record
-    turns: int  # found equal
+    turns: int  # played again, and compared
     steps: int  # of the environment
-    difference: Difference | None
+    differences: tuple[Difference, ...] = ()
 
     @property
     def ok(self) -> bool:
         """Whether everything was as recorded."""
-        return self.difference is None
+        return not self.differences
+
+    @property
+    def lost(self) -> int:
+        """Recorded turns that could not be compared."""
+        return len(self.record["turns"]) - self.turns
+
+    @property
+    def differing(self) -> list[int]:
+        """The turns with a difference, in order."""
+        return sorted({one.turn for one in self.differences if one.turn is not None})
+
+
+@dataclass(frozen=True)
+class Unreadable:
+    """A record, or what is left of a file, that cannot be played; `why` names it."""
+
+    why: str
 
 
 def name_of(record: Record) -> str:
@@ -86,97 +108,109 @@ def environment(run: Run, env: str | None = None) -> Env:
     return make(str(name), **(settings.get("env_kwargs") or {}))
 
 
-def find_trajectories(
-    run: Run, name: str | None, split: str = "train", step: int | None = None
-) -> list[Record]:
-    """The trajectory called `name` (group/trajectory, or how it begins); None: a whole step.
+def places(run: Run, splits: Iterable[str], steps: Iterable[int] | None) -> list[Place]:
+    """Where to look: these steps of these splits, as far as they were recorded.
 
     Args:
-        run: where to look.
-        name: see above.
-        split: in which split.
-        step: at which step; None: the last one for a whole step, else all of them.
+        run: whose.
+        splits: their names.
+        steps: their numbers; None: all of them.
+
+    Raises:
+        ValueError: no such split, or a step that none of them has.
+    """
+    recorded = {split: run.steps(split) for split in splits}
+    everywhere = sorted(set().union(*recorded.values()))
+    chosen = everywhere if steps is None else list(steps)
+    for number in chosen:
+        if number not in everywhere:
+            raise unknown(f"step of split {', '.join(recorded)!r}", number, everywhere)
+    return [(split, number) for split, its in recorded.items() for number in its if number in chosen]
+
+
+def read(run: Run, where: Iterable[Place]) -> Iterator[Record | Unreadable]:
+    """The trajectories at `where`, one after another; a damaged file gives what stands before the damage."""
+    for split, number in where:
+        file = f"{run.folder}/trajectories/{split}/{number}{SUFFIX}"
+        try:
+            for line, record in enumerate(run.each(split, number), start=1):
+                lacks = _missing(record)
+                yield Unreadable(f"{file}, line {line} has no (usable) {lacks}") if lacks else record
+        except ValueError as error:
+            yield Unreadable(str(error))
+
+
+def find_trajectory(run: Run, name: str, where: list[Place]) -> Record:
+    """The trajectory called `name` (group/trajectory, or how it begins) at `where`.
 
     Raises:
         ValueError: none, or more than one, is called so.
     """
-    if name is None:
-        return run.trajectories(split, run.steps(split)[-1] if step is None else step)
-    places = run.steps(split) if step is None else [step]
-    records = [record for place in places for record in run.trajectories(split, place)]
-    # A whole name first: g/1 is also how g/10 begins.
-    found = [record for record in records if name_of(record) == name]
-    found = found or [record for record in records if name_of(record).startswith(name)]
+    names, whole, begun, damage = list[str](), list[Record](), list[Record](), list[str]()
+    for record in read(run, where):
+        if isinstance(record, Unreadable):
+            damage.append(record.why)
+            continue
+        names.append(name_of(record))
+        # A whole name first: g/1 is also how g/10 begins.
+        if names[-1] == name:
+            whole.append(record)
+        elif names[-1].startswith(name):
+            begun.append(record)
+    found = whole or begun
     if not found:
-        near = get_close_matches(name, map(name_of, records), n=3, cutoff=0)
-        raise unknown(f"trajectory of split {split!r}", name, near, f"(the nearest of {len(records)})")
+        near = get_close_matches(name, names, n=3, cutoff=0)
+        hint = f"(the nearest of {len(names)})" + (f" {damage[0]}" if damage else "")
+        splits = ", ".join(dict.fromkeys(split for split, _ in where))
+        raise unknown(f"trajectory of split {splits!r}", name, near, hint)
     if len(found) > 1:
         some = ", ".join(f"{name_of(record)} of step {record['step']}" for record in found[:4])
         more = ", ..." if len(found) > 4 else ""
         raise ValueError(f"{name!r} begins the names of {len(found)} trajectories: {some}{more}")
-    return found
+    return found[0]
 
 
 def replay(env: Env, record: Record) -> Replay:
-    """Play one recorded trajectory again in `env`, to its end or its first difference."""
-    name, turns = name_of(record), record["turns"]
+    """Play one recorded trajectory again in `env`: to its end, or as far as the environment goes on."""
+    turns, found, played, steps = record["turns"], list[Difference](), 0, 0
 
-    def ended(played: int, steps: int, *difference: Any) -> Replay:
-        return Replay(record, played, steps, Difference(name, *difference) if difference else None)
+    def differs(turn: int | None, kind: str, what: str, then: Any, now: Any) -> None:
+        found.append(Difference(name_of(record), turn, kind, what, then, now))
 
     try:
         seen = reset(env, record["seed"], record["dynamics_seed"])
     # Whatever a user's environment raises is what is different now.
     except Exception as error:
-        return ended(0, 0, None, "an episode", record["seed"], error)
+        differs(None, "errors", "an episode", record["seed"], error)
+        return Replay(record, played, steps, tuple(found))
     if seen.instruction != record["instruction"]:
-        return ended(0, 0, None, "instruction", record["instruction"], seen.instruction)
-    steps = 0
-    for turn in turns:
-        t = turn["index"]
+        differs(None, "observations", "instruction", record["instruction"], seen.instruction)
+    for t, turn in enumerate(turns):
         if seen.observation != turn["observation"]:
-            return ended(t, steps, t, "observation before it", turn["observation"], seen.observation)
+            differs(t, "observations", "observation before it", turn["observation"], seen.observation)
         if seen.terminated or seen.truncated:
-            return ended(t, steps, t, "the episode", "goes on", "has ended")
+            differs(t, "ends", "the episode", "goes on", "has ended")
+            break
         try:
-            played = _turn(env, turn)
+            now = _turn(env, turn)
         except Exception as error:
-            return ended(t, steps, t, "a turn", turn["actions"], error)
-        seen, steps = played.seen, steps + played.steps
-        pairs = ("reward", turn["reward"], played.reward), ("valid", turn["valid"], played.valid)
-        for what, then, now in pairs:
-            if not _equal(then, now):
-                return ended(t, steps, t, what, then, now)
-    for what, then, now in _ends(record, seen):
-        if then != now:
-            return ended(len(turns), steps, len(turns) - 1, what, then, now)
-    return ended(len(turns), steps)
+            differs(t, "errors", "a turn", turn["actions"], error)
+            break
+        seen, steps, played = now.seen, steps + now.steps, t + 1
+        if not _equal(turn["reward"], now.reward):
+            differs(t, "rewards", "reward", turn["reward"], now.reward)
+        if turn["valid"] != now.valid:
+            differs(t, "valid", "valid", turn["valid"], now.valid)
+    else:
+        for kind, what, then, at_end in _ends(record, seen):
+            if then != at_end:
+                differs(len(turns) - 1, kind, what, then, at_end)
+    return Replay(record, played, steps, tuple(found))
 
 
 def replay_all(env: Env, records: Iterable[Record]) -> list[Replay]:
     """Play recorded trajectories again, one after another in one environment, as a rollout does."""
     return [replay(env, record) for record in records]
-
-
-def print_replays(replays: list[Replay], console: Console | None = None) -> None:
-    """Print the turns of one trajectory, a row each of a few, of many only those that differ."""
-    console = console or Console()
-    differing = [one for one in replays if not one.ok]
-    shown = replays if len(replays) <= SHOWN else differing[:SHOWN]
-    if len(replays) == 1:
-        console.print(_turn_table(replays[0]))
-    elif shown:
-        console.print(_table(shown))
-    steps, turns = sum(one.steps for one in replays), sum(one.turns for one in replays)
-    equal = len(replays) - len(differing)
-    console.print(
-        f"{equal} of {len(replays)} trajectories are as recorded: {turns} turns, {steps} steps of the "
-        "environment",
-        soft_wrap=True,
-        highlight=False,
-    )
-    if differing:
-        console.print(str(differing[0].difference), markup=False, highlight=False, soft_wrap=True)
 
 
 class _Turn(NamedTuple):
@@ -200,47 +234,36 @@ def _turn(env: Env, turn: Record) -> _Turn:
     return _Turn(seen, reward, valid, done)
 
 
-def _ends(record: Record, seen: Observed) -> list[tuple[str, Any, Any]]:
+def _ends(record: Record, seen: Observed) -> Iterator[tuple[str, str, Any, Any]]:
     """What the last turn must agree in; limits of the run itself leave the environment unfinished."""
-    ends = [
-        ("terminated", record["terminated"], seen.terminated),
-        ("truncated by the environment", record["truncation"] == "environment", seen.truncated),
-    ]
+    yield "ends", "terminated", record["terminated"], seen.terminated
+    yield "ends", "truncated by the environment", record["truncation"] == "environment", seen.truncated
     if record["success"] is not None:
-        ends.append(("success", record["success"], bool(seen.info.get("success", False))))
-    return ends
+        yield "ends", "success", record["success"], bool(seen.info.get("success", False))
+    if record.get("final_observation") is not None:
+        yield "observations", "observation after it", record["final_observation"], seen.observation
 
 
-def _equal(then: Any, now: Any) -> bool:
+def _missing(record: Any) -> str:
+    """What a line lacks to be a trajectory; "": nothing."""
+    if lacks := _lacks(record, _NEEDED):
+        return lacks
+    found = (
+        f"{lacks} of turn {t}"
+        for t, turn in enumerate(record["turns"])
+        if (lacks := _lacks(turn, _NEEDED_OF_TURN))
+    )
+    return next(found, "")
+
+
+def _lacks(thing: Any, needed: Mapping[str, Any]) -> str:
+    """The keys that are not there, or hold something else."""
+    given = thing if isinstance(thing, dict) else {}
+    return ", ".join(
+        key for key, kind in needed.items() if key not in given or not isinstance(given[key], kind)
+    )
+
+
+def _equal(then: float, now: float) -> bool:
     # Sums of rewards may round differently on another machine.
     return math.isclose(then, now, rel_tol=1e-9, abs_tol=1e-12)
-
-
-def _table(replays: list[Replay]) -> Table:
-    table = Table("trajectory", "step", "task", box=SIMPLE, pad_edge=False)
-    for column in ("turns", "return"):
-        table.add_column(column, justify="right")
-    for column in ("end", "now"):
-        table.add_column(column)
-    table.columns[0].overflow = "fold"
-    for one in replays:
-        record = one.record
-        end = "solved" if record["success"] else record["truncation"] or "failed"
-        now = "equal" if one.difference is None else f"turn {one.turns}: {one.difference.what}"
-        cells = (name_of(record), record["step"], record["task"], len(record["turns"]))
-        table.add_row(*(escape(str(x)) for x in (*cells, f"{record['return']:g}", end, now)))
-    return table
-
-
-def _turn_table(one: Replay) -> Table:
-    table = Table("turn", "actions", "valid", "reward", "now", box=SIMPLE, pad_edge=False)
-    broken = None if one.difference is None else one.difference.turn or 0
-    for turn in one.record["turns"]:
-        t = turn["index"]
-        now = "equal" if broken is None or t < broken else "not compared"
-        if one.difference is not None and t == broken:
-            now = f"differs: {one.difference.what}"
-        actions = " || ".join(turn["actions"]) or "(none)"
-        cells = (str(t), actions, "yes" if turn["valid"] else "no", f"{turn['reward']:g}", now)
-        table.add_row(*map(escape, cells))
-    return table

@@ -40,7 +40,7 @@ A trajectory is one JSON object:
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cached_property, partial
 from io import FileIO
 from math import isfinite
@@ -229,9 +229,17 @@ class Run:
         Raises:
             ValueError: there is no such step, or its file is damaged.
         """
+        return list(self.each(split, step))
+
+    def each(self, split: str, step: int) -> Iterator[Record]:
+        """The trajectories of one step, one after another: memory does not grow with their number.
+
+        Raises:
+            ValueError: there is no such step, or its file is damaged from there on.
+        """
         if step not in (steps := self.steps(split)):
             raise unknown(f"step of split {split!r}", step, steps)
-        return list(run_files.records(self.folder / "trajectories" / split / f"{step}{SUFFIX}"))
+        yield from run_files.records(self.folder / "trajectories" / split / f"{step}{SUFFIX}")
 
 
 def to_turns(trajectories: list[Record]) -> TurnBatch:
