@@ -27,6 +27,7 @@ State key:
 
 Arguments:
     steps: how many steps generated problems have, at least and at most.
+    most: the largest number of generated problems, 8 to 99.
     file: None, a JSONL file with question and answer (or problem and solution), or a folder with
         train.jsonl, test.jsonl and perhaps val.jsonl.
     grade: "gsm8k" or "math"; generated problems are gsm8k.
@@ -56,14 +57,18 @@ class Arithmetic(Env):
 
     max_turns = 1
 
-    def __init__(self, steps: Sequence[int] = (2, 4), file: str | None = None, grade: str = "gsm8k") -> None:
+    def __init__(
+        self, steps: Sequence[int] = (2, 4), file: str | None = None, grade: str = "gsm8k", most: int = 99
+    ) -> None:
         if grade not in HOW:
             raise unknown("grade", grade, HOW)
         if grade == "math" and file is None:
             raise ValueError('grade="math" needs a file: generated problems are gsm8k')
         if len(steps) != 2 or not 1 <= steps[0] <= steps[1] <= 8:
             raise ValueError(f"needs steps (least, most) with 1 <= least <= most <= 8, not {list(steps)}")
-        self.steps, self.file, self.grade = (steps[0], steps[1]), file, grade
+        if not 8 <= most <= 99:
+            raise ValueError(f"needs 8 <= most <= 99, the largest number of a problem, not {most}")
+        self.steps, self.file, self.grade, self.most = (steps[0], steps[1]), file, grade, most
         self.instruction = HOW[grade]
 
     def tasks(self, split: str) -> list[Seed]:
@@ -96,7 +101,7 @@ class Arithmetic(Env):
             number = seed if isinstance(seed, int) else 1_000_000
             share = SHARES["test" if number < 500_000 else "val" if number < 1_000_000 else "train"]
             while True:
-                self.problem, self.first, self.done = generate(self.rng, self.steps)
+                self.problem, self.first, self.done = generate(self.rng, self.steps, self.most)
                 if derive_seed(self.problem.key) % 10 in share:
                     break
         return self.problem.question, {"task_type": self.problem.kind}

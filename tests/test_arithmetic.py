@@ -197,6 +197,8 @@ def test_what_is_refused(tmp_path):
         make("arithmetic", grade="math")
     with pytest.raises(ValueError, match="1 <= least <= most"):
         make("arithmetic", steps=[3, 2])
+    with pytest.raises(ValueError, match="needs 8 <= most <= 99"):
+        make("arithmetic", most=7)
     with pytest.raises(ValueError, match=r"no problems at .*train.jsonl: No such file"):
         make("arithmetic", file=str(tmp_path)).tasks("train")
     env = make("arithmetic", file=save(tmp_path / "x.jsonl", GSM8K))
@@ -204,3 +206,12 @@ def test_what_is_refused(tmp_path):
         env.tasks("tests")
     with pytest.raises(ValueError, match="is none of the"):
         env.reset("test/999")
+
+
+@pytest.mark.parametrize("most", [8, 20, 99])
+def test_no_number_is_above_the_largest(most):
+    env, seen = make("arithmetic", steps=[1, 8], most=most), set()
+    for seed in range(1_000_000, 1_000_200):
+        env.reset(seed)
+        seen |= {int(n) for n in re.findall(r"\d+", env.problem.question + env.expert())}
+    assert most - 4 <= max(seen) <= most

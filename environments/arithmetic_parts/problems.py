@@ -13,7 +13,6 @@ from verl_multiturn.errors import unknown
 SPLITS = ("train", "val", "test")
 NAMES = ("Ann", "Bo", "Cem", "Dana", "Eli", "Fay")
 THINGS = ("coins", "cards", "books", "shells")
-MOST = 99  # no number of a generated problem is larger
 FIELDS = {"question": ("question", "problem"), "answer": ("answer", "solution")}
 
 
@@ -37,18 +36,19 @@ class Step(NamedTuple):
         return n + self.by if self.sign == "+" else n - self.by if self.sign == "-" else n * self.by
 
 
-def generate(rng: random.Random, steps: tuple[int, int]) -> tuple[Problem, int, list[Step]]:
-    """A story of so many steps; also its first number and its steps."""
+def generate(rng: random.Random, steps: tuple[int, int], most: int) -> tuple[Problem, int, list[Step]]:
+    """A story of so many steps without a number above `most`; also its first number and its steps."""
     name, thing = rng.choice(NAMES), rng.choice(THINGS)
-    first = now = rng.randint(2, 20)
+    top = min(20, most // 2)
+    first = now = rng.randint(2, top)
     told, done = [f"{name} has {first} {thing}."], list[Step]()
     for _ in range(rng.randint(*steps)):
         possible = [
-            Step("+", rng.randint(2, 20)),
-            Step("-", rng.randint(2, 20)),
+            Step("+", rng.randint(2, top)),
+            Step("-", rng.randint(2, top)),
             Step("*", rng.randint(2, 3)),
         ]
-        step = rng.choice([one for one in possible if 0 < one(now) <= MOST])
+        step = rng.choice([one for one in possible if 0 < one(now) <= most])
         now = step(now)
         done.append(step)
         told.append(_told(step))
