@@ -16,6 +16,7 @@ import torch
 
 from verl_multiturn import small_model
 from verl_multiturn.cli import app
+from verl_multiturn.cli_eval import _learnt_offline
 from verl_multiturn.critic.imitation import ActorConfig, Renderer, Row, learn, rows_of
 from verl_multiturn.critic.offline import read, records
 from verl_multiturn.critic.rerank import load_critic
@@ -26,6 +27,9 @@ from verl_multiturn.model_policy import Chat
 from verl_multiturn.rollout.parsing import ActionFormat
 from verl_multiturn.rollout.prompts import PromptPolicy, Templates
 from verl_multiturn.runs import Run
+from verl_multiturn.tables.cells import grouped
+from verl_multiturn.tables.published import load_table
+from verl_multiturn.tables.recorded import read_runs
 
 KWARGS = {"words": ["dog", "pen", "car"], "questions": "listed", "full": False, "max_turns": 6}
 TEMPLATES = Templates(
@@ -183,6 +187,12 @@ def test_awr_then_reranked_play(folder, log, tmp_path, monkeypatch):
         assert actions[int(Q.min(0).argmax())] == row.action
     config = Run(played).config["eval"]
     assert config["candidates"] == 3 and config["critic"] == str(out)
+    assert config["offline"] == {"actor": "awr", "v_target": "expectile", "model": str(folder)}
+    (group,) = grouped(load_table("archer-offline"), read_runs([played]))
+    assert group.method == "IQL + AWR" and group.column.name == "return"
+    (out / "offline.json").write_text("{")
+    with pytest.raises(ValueError, match=f"{out}/offline.json is not JSON"):
+        _learnt_offline(out)
 
 
 @pytest.mark.parametrize("actor", ["bc", "filtered_bc"])

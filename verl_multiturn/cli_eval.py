@@ -1,5 +1,6 @@
 """The command eval: how well a model plays a panel. Registered in `cli`."""
 
+import json
 import sys
 import time
 from pathlib import Path
@@ -167,6 +168,7 @@ def _prepared(
     sampling |= {} if temperature is None else {"temperature": temperature, "do_sample": temperature > 0}
     check_new(folder := out or free_folder(chosen))
     about = {"model": model, "samples": samples, "tasks": len(chosen.tasks), "sampling": sampling}
+    about |= {} if remote else _learnt_offline(Path(model))
     return Evaluation(
         config=config,
         panel=chosen,
@@ -178,6 +180,18 @@ def _prepared(
         about=about | {"panel": chosen.name, "panel_fingerprint": chosen.fingerprint},
         tell=Ticker(),
     )
+
+
+def _learnt_offline(folder: Path) -> dict[str, Any]:
+    """Of a model that `verl-multiturn offline` wrote: how, as tables tell its methods apart."""
+    report = folder / "offline.json"
+    if not report.is_file():
+        return {}
+    try:
+        found = json.loads(report.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{report} is not JSON ({error}): write the model anew or remove the file") from None
+    return {"offline": {key: found.get(key) for key in ("actor", "v_target", "model")}}
 
 
 def _configured(

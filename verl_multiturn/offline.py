@@ -98,6 +98,7 @@ def run(job: Job, tell: Callable[[str], None]) -> dict[str, Any]:
     about["losses"] = learn(model, rows, how, lambda epoch, loss: tell(f"epoch {epoch}: loss {loss:.4f}"))
     save(model, tokenizer, job.out)
     about |= {"actor": job.weights.actor, "imitated": len(rows), "too_long": long, "model": path}
+    about |= {"v_target": chosen.v_target} if critic is not None else {}
     (job.out / "offline.json").write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
     tell(f"wrote {job.out}")
     return about

@@ -41,7 +41,9 @@ def _write(folder, panel, curve, algorithm="vineppo", seed=1, model=SMALL, evalu
             writer.trajectories(split, step, [_trajectory(task.id, won) for task, won in tasks])
             if step and split == "val":
                 writer.trajectories("train", step, [_trajectory(n, False) for n in range(5)])
-                writer.metrics(step, {"multiturn/trajectories/mean": 5, "timing_s/step": 2.0})
+                writer.metrics(
+                    step, {"multiturn/trajectories/mean": 5, "multiturn/turns/mean": 2, "timing_s/step": 2.0}
+                )
     return folder
 
 

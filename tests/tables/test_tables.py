@@ -3,6 +3,7 @@
 import csv
 import json
 import math
+from dataclasses import replace
 from io import StringIO
 
 import pytest
@@ -163,13 +164,15 @@ def test_trajectories_until_a_return(tmp_path, panel, write, trajectory):
             for step, value in ((10, -19), (20, last[0])):
                 rows = [trajectory(task.id, False, **{"return": value}) for task in panel.tasks]
                 writer.trajectories("val", step, rows)
-            writer.metrics(20, {"multiturn/trajectories/mean": 7})
+            writer.metrics(20, {"multiturn/trajectories/mean": 7, "multiturn/turns/mean": 3})
         text = (folder / "config.yaml").read_text().replace("frozen_lake\n", "twenty_questions\n")
         (folder / "config.yaml").write_text(text)
     chosen = load_table("archer-online")
     one = cells(chosen, grouped(chosen, read_runs([tmp_path / "s1"])))
     rows = {row["column"]: row for row in ours(one)}
     assert rows["trajectories to -17"]["last"] == 12 and rows["return"]["last"] == -17
+    (_, run), *_ = ((group.method, group.runs[0]) for group in grouped(chosen, read_runs([tmp_path / "s1"])))
+    assert run.spent_until(replace(chosen.columns[0], metric="turns_to")) == 5 * 2 + 7 * 3
     both = cells(chosen, grouped(chosen, read_runs([tmp_path])))
     assert "not reached" in render(chosen, both)
 

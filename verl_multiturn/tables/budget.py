@@ -16,6 +16,7 @@ import pandas as pd
 from verl_multiturn.runs import Run
 from verl_multiturn.stats import mean_interval
 from verl_multiturn.tables.cells import Group
+from verl_multiturn.tables.published import REACHED
 from verl_multiturn.tables.recorded import Recorded, measured
 
 COSTS = {"env_steps": "environment steps", "tokens": "generated tokens"}
@@ -121,6 +122,6 @@ def _curves(group: Group) -> dict[Any, list[tuple[dict[str, float], float]]]:
 def _same(groups: Iterable[Group]) -> dict[tuple[str, str, str], list[Group]]:
     same: dict[tuple[str, str, str], list[Group]] = defaultdict(list)
     for group in groups:
-        if not group.evaluated and group.column.metric != "trajectories_to":
+        if not group.evaluated and group.column.metric not in REACHED:
             same[group.model, group.column.name, group.panel].append(group)
     return same

@@ -17,7 +17,7 @@ import pandas as pd
 from verl_multiturn.errors import unknown
 from verl_multiturn.stats import Interval, mean_interval
 from verl_multiturn.tables.pairs import Outcomes, paired
-from verl_multiturn.tables.published import STATISTICS, Column, Published
+from verl_multiturn.tables.published import REACHED, STATISTICS, Column, Published
 from verl_multiturn.tables.recorded import Recorded
 
 EMPTY = Interval(math.nan, math.nan, math.nan)
@@ -95,7 +95,7 @@ def differences(groups: Iterable[Group], against: str, resamples: int = 10_000) 
     Raises:
         ValueError: no run is of the method `against`.
     """
-    groups = [group for group in groups if group.column.metric != "trajectories_to"]
+    groups = [group for group in groups if group.column.metric not in REACHED]
     if against not in {group.method for group in groups}:
         raise unknown("method with recorded runs", against, dict.fromkeys(group.method for group in groups))
     same: dict[tuple[Any, ...], list[Group]] = defaultdict(list)
@@ -160,8 +160,8 @@ def _testing(group: Group) -> dict[str, Any]:
 
 
 def _of_run(run: Recorded, column: Column, last: int) -> dict[str, float]:
-    if column.metric == "trajectories_to":
-        return {"last": run.trajectories_to(column.threshold or 0.0)}
+    if column.metric in REACHED:
+        return {"last": run.spent_until(column)}
     values = [value for _, value in sorted(run.values(column).items()) if not math.isnan(value)]
     return {"best": max(values), "last": values[-1], "mean": float(np.mean(values[-last:]))}
 
@@ -199,4 +199,4 @@ def _order(table: Published, row: Any) -> tuple[Any, ...]:
 
 
 def _fills(run: Recorded, column: Column) -> bool:
-    return column.metric == "trajectories_to" or not all(map(math.isnan, run.values(column).values()))
+    return column.metric in REACHED or not all(map(math.isnan, run.values(column).values()))

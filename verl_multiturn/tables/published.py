@@ -26,7 +26,8 @@ import yaml
 from verl_multiturn.errors import unknown
 
 FOLDER = Path(__file__).parent / "published"
-METRICS = ("success", "score", "return", "trajectories_to")
+REACHED = ("trajectories_to", "turns_to")  # what training took to come to a threshold
+METRICS = ("success", "score", "return", *REACHED)
 STATISTICS = ("best", "last", "mean", "test")
 VALUE = re.compile(
     r"(?P<before>[^\d±-]*)(?P<mean>-?\d+(\.\d+)?)(±(?P<spread>\d+(\.\d+)?))?( (?P<after>\S+))?"
@@ -68,7 +69,7 @@ class Column:
     Attributes:
         name: its heading.
         env: whose runs can fill it; None: none of ours can.
-        metric: success (%), score (mean return x 100), return, or trajectories_to `threshold`.
+        metric: success (%), score (mean return x 100), return, or trajectories_to or turns_to `threshold`.
         task_type: only tasks of this type.
         macro: the mean over these types, each with the same weight.
         threshold: the mean return to reach.

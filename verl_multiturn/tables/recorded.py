@@ -22,6 +22,10 @@ from verl_multiturn.runs import Run
 from verl_multiturn.tables.published import Column, Method
 
 EVAL = "eval"
+COUNTS = {  # what is summed over steps, as a product of metrics
+    "trajectories_to": ["multiturn/trajectories/mean"],
+    "turns_to": ["multiturn/trajectories/mean", "multiturn/turns/mean"],
+}
 
 
 @dataclass(frozen=True)
@@ -127,13 +131,15 @@ class Recorded:
         """Step -> the column's number; nan where these tasks were not played."""
         return {step: measured(records, column) for step, records in self.outcomes.items()}
 
-    def trajectories_to(self, threshold: float) -> float:
-        """Training trajectories until a validation's mean return reaches `threshold`; inf: it never did."""
-        name = "multiturn/trajectories/mean"
-        played = self.run.metrics[name].fillna(0).cumsum() if name in self.run.metrics else None
+    def spent_until(self, column: Column) -> float:
+        """What training took until a validation's mean return is the threshold; inf: it never was."""
+        names, metrics = COUNTS[column.metric], self.run.metrics
+        spent = None
+        if all(name in metrics for name in names):
+            spent = metrics[names].loc[1:].prod(axis=1, skipna=False).cumsum(skipna=False)
         for step, records in self.outcomes.items():
-            if np.mean([record["return"] for record in records]) >= threshold:
-                return math.nan if played is None else float(played.loc[:step].iloc[-1])
+            if np.mean([record["return"] for record in records]) >= (column.threshold or 0.0):
+                return math.nan if spent is None else float(spent.loc[:step].iloc[-1])
         return math.inf if self.outcomes else math.nan
 
 
