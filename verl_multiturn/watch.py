@@ -48,9 +48,11 @@ class RayWatch:
 
 def _actors() -> dict[str, dict[str, Any]]:
     # Ray's public list of actors needs its dashboard, which a run does without.
+    import ray
     from ray._private import state
 
-    found: dict[str, dict[str, Any]] = state.actors()
+    # A cluster may serve other jobs, too.
+    found: dict[str, dict[str, Any]] = state.actors(job_id=ray.get_runtime_context().job_id)
     return found
 
 
