@@ -37,7 +37,7 @@ def folder(tmp_path_factory):
     return str(path)
 
 
-@pytest.fixture(params=["ngrams", "small", "folder"])
+@pytest.fixture(params=["ngrams", "lines", "small", "folder"])
 def encoder(request, folder):
     torch.manual_seed(0)
     return make_encoder(folder if request.param == "folder" else request.param, max_tokens=16)
@@ -104,6 +104,19 @@ def test_ngrams_are_the_same_in_every_process():
     torch.testing.assert_close(vectors.norm(dim=1), torch.ones(2))
 
 
+def test_lines_are_a_set_of_lines_and_pairs():
+    """Which answer stands behind which question counts; how often, and in what order, does not."""
+    lines = make_encoder("lines", 200)
+    first, same, other = encoded(
+        lines, "a?\nYes.\nb?\nNo.", "a?\nYes.\nb?\nNo.\na?\nYes.", "a?\nNo.\nb?\nYes."
+    )
+    assert int(first.abs().sum()) == 4 + 3  # lines and pairs, none of which share a bucket
+    apart = (same - first).nonzero()
+    assert len(apart) == 1  # the pair "No.\na?"
+    assert int((first - other).abs().sum()) == 6  # the same lines, other pairs
+    assert torch.equal(encoded(lines, "x" * 300 + "\na?")[0], encoded(lines, "x" * 197 + "\na?")[0])
+
+
 def test_ngrams_tell_short_texts_apart():
     texts = [f"{a}{b}" for a in "abcdefgh01234567" for b in "abcdefgh01234567"]
     assert len(NGrams(512).encode(texts).unique(dim=0)) == 256
@@ -121,7 +134,10 @@ def test_small_follows_the_seed():
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("ngram", "unknown encoder 'ngram'; valid: ngrams, small, roberta-base,.* Did you mean 'ngrams'"),
+        (
+            "ngram",
+            "unknown encoder 'ngram'; valid: ngrams, lines, small, roberta-base,.* Did you mean 'ngrams'",
+        ),
         ("roberta-bse", "Did you mean 'roberta-base'"),
         ("", "unknown encoder ''.*Or a folder, or owner/name"),
     ],

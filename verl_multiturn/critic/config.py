@@ -13,7 +13,7 @@ from verl_multiturn.errors import unknown
 
 # Encoders without an owner that the Hugging Face hub still knows; all others are "owner/name".
 ENCODERS = (
-    *("ngrams", "small", "roberta-base", "roberta-large", "distilroberta-base"),
+    *("ngrams", "lines", "small", "roberta-base", "roberta-large", "distilroberta-base"),
     *("bert-base-uncased", "bert-base-cased", "distilbert-base-uncased"),
 )
 PLACE = ("preset", "gpus", "cpus")  # keys of multiturn.critic that are not the critic's own

@@ -5,6 +5,7 @@
 | a name or folder         | a Hugging Face encoder, trained on; default roberta-base    | its own    |
 | small                    | a BERT of 0.1 M parameters, random, without any download    | a byte     |
 | ngrams                   | hashed n-grams of bytes, fixed: for tests and small tasks   | a byte     |
+| lines                    | hashed lines and pairs of them, fixed: for told games       | a byte     |
 
 The vector is the last layer's at the CLS token: RoBERTa ships without a trained pooler, so the one
 in ArCHer's code (arXiv:2402.19446) is random; its offline code and the paper take CLS. Of a text that
@@ -14,7 +15,9 @@ no dropout, as in the authors' code.
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
+from itertools import pairwise
 from typing import Any
+from zlib import crc32
 
 import numpy as np
 import torch
@@ -51,6 +54,24 @@ class NGrams(Encoder):
     def encode(self, texts: Sequence[str]) -> torch.Tensor:
         """See Encoder."""
         rows = [_grams(text, self.width, self.max_tokens) for text in texts]
+        return torch.from_numpy(np.stack(rows)).float()
+
+
+class Lines(Encoder):
+    """Hashed lines, and pairs of neighbouring lines, such as a question and its answer; nothing is learnt.
+
+    Args:
+        width: D, buckets; a line or pair sets +1 or -1 in one of them, once however often it stands there.
+        max_tokens: bytes that are read, from the text's end.
+    """
+
+    def __init__(self, width: int = 512, max_tokens: int = 512) -> None:
+        super().__init__()
+        self.width, self.max_tokens = width, max_tokens
+
+    def encode(self, texts: Sequence[str]) -> torch.Tensor:
+        """See Encoder."""
+        rows = [_lines(text, self.width, self.max_tokens) for text in texts]
         return torch.from_numpy(np.stack(rows)).float()
 
 
@@ -100,6 +121,8 @@ def make_encoder(name: str = "roberta-base", max_tokens: int = 512) -> Encoder:
         raise ValueError(f"max_tokens must be at least 2, not {max_tokens}.")
     if name == "ngrams":
         return NGrams(max_tokens=max_tokens)
+    if name == "lines":
+        return Lines(max_tokens=max_tokens)
     if name == "small":
         return _small(max_tokens)
     check_encoder(name)
@@ -136,7 +159,7 @@ def _pretrained(name: str, max_tokens: int) -> Encoder:
         reason = str(error).strip().split("\n")[0].rstrip(".")
         raise ValueError(
             f"cannot load the encoder {name!r} ({reason}): give a folder that holds a Hugging Face "
-            "encoder, or one of ngrams, small, which need no files."
+            "encoder, or one of ngrams, lines, small, which need no files."
         ) from error
     if tokens.cls_token_id is None:
         raise ValueError(f"{name!r} has no CLS token, so it is no encoder as critics need it.")
@@ -158,6 +181,17 @@ class _Tokens:
     def __call__(self, texts: Sequence[str]) -> dict[str, torch.Tensor]:
         limits = {"padding": True, "truncation": True, "max_length": self.max_tokens}
         return dict(self.tokens(list(texts), return_tensors="pt", **limits))
+
+
+@lru_cache(maxsize=20_000)
+def _lines(text: str, width: int, max_tokens: int) -> Floats:
+    """±1 in the buckets of all distinct lines and pairs of neighbouring lines of the text's end. -> (D,)."""
+    lines = text.encode("utf-8", "replace")[-max_tokens:].split(b"\n")
+    sums = np.zeros(width)
+    for piece in {*lines, *map(b"\n".join, pairwise(lines))}:
+        code = crc32(piece)
+        sums[code % width] += 1.0 if code >> 31 else -1.0
+    return sums
 
 
 @lru_cache(maxsize=20_000)
