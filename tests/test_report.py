@@ -5,6 +5,7 @@ import matplotlib.image
 import pytest
 from rich.console import Console
 
+from verl_multiturn.audit_plot import audited_points, draw_audit
 from verl_multiturn.panel import Panel
 from verl_multiturn.report import compare, learning_curve, print_table, success, success_table
 from verl_multiturn.runs import Run, RunWriter
@@ -117,6 +118,22 @@ def test_learning_curve(run, tmp_path):
     assert blue.sum() > 1000 and (coloured & ~blue).sum() > 1000
     columns = blue.any(axis=0).nonzero()[0]
     assert columns.max() - columns.min() > 800  # the curve spans the picture
+
+
+def test_the_audited_values_are_drawn(run, tmp_path):
+    with pytest.raises(ValueError, match=r"no audited values: record some with multiturn\.audit\.every=N"):
+        draw_audit(run, tmp_path / "values.png")
+    turns = [{"index": 0, "value": 0.25}, {"index": 1, "value": None}, {"index": 2, "value": 1.0}]
+    audit = {"returns": {"0": [0.0, 1.0], "1": [1.0, 1.0], "2": [0.5, 1.0]}}
+    with RunWriter(tmp_path / "run") as writer:
+        for step in (1, 5):
+            record = {"env": "bandit", "audit": audit, "turns": turns}
+            writer.trajectories("train", step, [record, {"env": "bandit", "turns": turns}])
+    assert audited_points(run) == {step: [(0.5, 0.25), (0.75, 1.0)] for step in (1, 5)}
+    draw_audit(run, tmp_path / "values.png")
+    image = matplotlib.image.imread(tmp_path / "values.png")[..., :3]
+    assert image.shape == (750, 900, 3)
+    assert ((image.max(axis=2) - image.min(axis=2)) > 0.3).sum() > 200
 
 
 def test_more_panels_have_rows_and_curves_of_their_own(tmp_path, panel):

@@ -244,6 +244,67 @@ def test_vineppo_reads_recorded_values_and_fills_the_roots(trainer, queue):
     assert again.tolist() == [0.75, 0.25, -1.0]
 
 
+@pytest.mark.parametrize("name", ["turn_gae", "bilevel_gae", "ppo"])
+@pytest.mark.parametrize("layout", ["turn", "trajectory"])
+def test_the_critics_values_are_audited_where_they_were_given(trainer, queue, name, layout):
+    """V before the utterance's first token, of whatever row; |0.5 − 0.75| at t = 1, |−0.25 − 0| at t = 0."""
+    if name == "ppo" and layout == "turn":
+        pytest.skip("refused at the start of a run")
+    trainer.writer, trainer.use_critic, trainer.settings.algorithm = Writer(), True, name
+    trainer.config.algorithm.adv_estimator, trainer.settings.turn_rewards = "gae", name == "bilevel_gae"
+    counts = {"rollouts": 4, "failed": 0, "tokens": 20, "seconds": 1.5}
+    won, lost = (
+        trajectory(ret, success=bool(ret)) | {"audit": counts | {"returns": returns}}
+        for ret, returns in ((1.0, {"1": [1.0, 0.5]}), (0.0, {"0": [0.0, 0.0]}))
+    )
+    if layout == "turn":
+        rows = {
+            "g_0_0": (3, [1, 1, 0], extra([turn(0, 0.0, (0, 2), "s")], won)),
+            "g_0_1": (2, [1, 1], extra([turn(1, 1.0, (0, 2), "t")], won)),
+            "g_1_0": (2, [1, 1], extra([turn(0, 0.0, (0, 2), "s")], lost)),
+        }
+        values = jagged([0.25, 9.0, 9.0], [0.5, 9.0], [-0.25, 9.0])
+    else:
+        rows = {
+            "g_0_0": (6, [1, 1, 0, 0, 1, 1], extra(TRAJECTORY_ROWS["g_0_0"][2]["turns"], won)),
+            "g_1_0": (2, [1, 1], extra(TRAJECTORY_ROWS["g_1_0"][2]["turns"], lost)),
+        }
+        values = jagged([0.25, 9.0, 9.0, 9.0, 0.5, 9.0], [-0.25, 9.0])
+    batch, metrics = put(queue, rows), {}
+    queue.kv_batch_put(batch.keys, "train", TensorDict({"values": values}, batch_size=len(rows)))
+    old = {"old_log_probs": queue.kv_batch_get(batch.keys, "train")["rollout_log_probs"]}
+    queue.kv_batch_put(batch.keys, "train", TensorDict(old, batch_size=len(rows)))
+    trainer._compute_advantage(padded(queue, batch, 4), metrics)
+    found = {name.split("/")[2]: value for name, value in metrics.items() if "/audit/" in name}
+    assert (found["states"], found["rollouts"], found["tokens"], found["seconds"]) == (2, 8, 40, 1.5)
+    assert (found["error"], found["bias"], found["ranking"]) == (0.25, -0.25, 1.0)
+    ((_, _, records),) = trainer.writer.written
+    assert [[one["value"] for one in record["turns"]] for record in records] == [[0.25, 0.5], [-0.25]]
+    assert [record["audit"]["returns"] for record in records] == [{"1": [1.0, 0.5]}, {"0": [0.0, 0.0]}]
+
+
+def test_vineppos_values_are_audited_with_the_siblings_roots(trainer, queue):
+    """The first states have 0 and 1 from each other, and a worth of 0.5 each."""
+    vine = dict.fromkeys(
+        ("states", "holes", "unique_states", "rollouts", "failed", "mismatches", "turns", "tokens"), 0
+    )
+    vine |= {"skipped_states": 0, "naive_tokens": 8, "read": 0, "cached": 0, "ended": 0.0}
+    vine |= {"truncated": 0, "return_std": 0.0, "tail_seconds": 0.0}
+    audit = {"rollouts": 2, "failed": 0, "tokens": 9, "seconds": 1.0, "returns": {"0": [0.0, 1.0]}}
+    rows = {
+        f"g_{m}_0": (
+            2,
+            [1, 1],
+            extra([turn(0, ret, (0, 2), "s")], trajectory(ret) | {"vine": vine, "audit": audit}),
+        )
+        for m, ret in enumerate((1.0, 0.0))
+    }
+    trainer.writer, trainer.settings.algorithm, metrics = Writer(), "vineppo", {}
+    trainer._compute_advantage(put(queue, rows), metrics)
+    assert metrics["multiturn/audit/error/mean"] == 0.5 and metrics["multiturn/audit/bias/mean"] == 0
+    assert metrics["multiturn/audit/states/mean"] == 2 and math.isnan(metrics["multiturn/audit/ranking/mean"])
+
+
 def test_trajectory_rows_get_a_number_per_utterance(trainer, queue):
     """λ = 0, γ = 1: δ_0 = V(s_1) − V(s_0) = 0.25, δ_1 = 1 − 0.5; nothing between the utterances."""
     trainer.use_critic, trainer.settings.algorithm = True, "turn_gae"

@@ -96,6 +96,9 @@ def report(
         str | None, typer.Option(help="Panel of its validation: adds rows random and expert.")
     ] = None,
     png: Annotated[Path | None, typer.Option(help="Where to draw the learning curve.")] = None,
+    audit: Annotated[
+        Path | None, typer.Option(help="Where to draw the values that multiturn.audit judged.")
+    ] = None,
     task_types: Annotated[bool, typer.Option("--task-types", help="A column for each.")] = False,
 ) -> None:
     """Print what a recorded run achieved, and draw its learning curve."""
@@ -113,6 +116,11 @@ def report(
     if png is not None:
         learning_curve(recorded, png)
         typer.echo(f"wrote {png}")
+    if audit is not None:
+        from verl_multiturn.audit_plot import draw_audit
+
+        draw_audit(recorded, audit)
+        typer.echo(f"wrote {audit}")
 
 
 @app.command()

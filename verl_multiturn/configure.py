@@ -21,6 +21,7 @@ from verl_multiturn.limits import check_values
 from verl_multiturn.load import load_class
 from verl_multiturn.panel import ALSO
 from verl_multiturn.rewards import Normalize
+from verl_multiturn.rollout.audit_config import Audit
 from verl_multiturn.rollout.episode import check_anchor
 from verl_multiturn.rollout.parsing import ActionFormat
 from verl_multiturn.rollout.prompts import prompt_policy
@@ -80,6 +81,7 @@ def prepare(config: DictConfig) -> DictConfig:
             metric = "return" if rule.returns == "task" else "reward"
             config.algorithm.filter_groups = {"enable": True, "metric": metric}
     _check_rows(config)
+    _check_audit(config)
     if settings.max_action_tokens > config.data.max_response_length:
         raise ValueError(
             f"multiturn.max_action_tokens={settings.max_action_tokens} exceeds "
@@ -166,6 +168,18 @@ def _check_vine(config: DictConfig) -> None:
         raise ValueError(
             f'{settings.env} declares snapshots = "none", and vineppo plays on from snapshots: use another '
             "algorithm, or multiturn.vine.rollouts=0"
+        )
+
+
+def _check_audit(config: DictConfig) -> None:
+    """What `multiturn.audit` plays on from, if it is on."""
+    env = config.multiturn.env
+    if Audit.of(config) is None:
+        return
+    if getattr(load_class(env, Env), "snapshots", Env.snapshots) == "none":
+        raise ValueError(
+            f'{env} declares snapshots = "none", and multiturn.audit plays on from snapshots: leave '
+            "multiturn.audit.every out, or use another environment"
         )
 
 

@@ -61,6 +61,8 @@ def _rules(config: DictConfig) -> Iterator[tuple[str, str]]:
             yield rf"multiturn\.{other}\..+", f"multiturn.algorithm is {settings.algorithm}"
     if settings.algorithm != "vineppo":
         yield r"multiturn\.vine\..+", f"multiturn.algorithm is {settings.algorithm}"
+    if settings.audit.every is None:
+        yield r"multiturn\.audit\..+", "multiturn.audit.every is null: no values are audited"
     if settings.algorithm != "qvalue":
         yield r"multiturn\.(search|pairs|fit|qvalue)\..+", "read by the stages of a Q model, not by a run"
     if settings.algorithm != "archer":

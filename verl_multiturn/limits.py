@@ -46,6 +46,10 @@ VALUES: dict[str, tuple[type, float]] = {
     "multiturn.vine.adaptive_width": (float, 0),
     "multiturn.vine.split_samples": (bool, 0),
     "multiturn.vine.max_inflight": (int, 1),
+    "multiturn.audit.every?": (int, 1),
+    "multiturn.audit.states": (int, 1),
+    "multiturn.audit.rollouts": (int, 2),
+    "multiturn.audit.max_inflight": (int, 1),
     "multiturn.archer.mode": (str, 0),
     "multiturn.archer.state": (str, 0),
     "multiturn.archer.updates": (int, 1),
@@ -122,7 +126,7 @@ TASK_KEYS = ("first_seed", "size", "split")
 OWN_METRICS = ("val", "success", "success_low", "success_high", "return", "turns", "episodes", "failed")
 BLOCKS = (
     *("action", "prompt", "failures", "small_model", "filter", "normalize", "collapse", "information"),
-    *("archer", "critic"),
+    *("archer", "critic", "audit"),
     *("gigpo", "reinforce", "turn_gae", "rloo", "bilevel_gae", "vineppo", "vine"),
     *("search", "pairs", "fit", "qvalue"),
 )

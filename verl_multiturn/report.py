@@ -149,7 +149,7 @@ def learning_curve(run: Run, path: str | Path) -> None:
             list(rates), mean, [below, above], color=f"C{n}", marker="o", capsize=3,
             label=f"validation{name and f' on {name}'}, 95 % interval",
         )  # fmt: skip
-    axes.set(xlabel="training step", ylabel="success rate", ylim=(-0.02, 1.02), title=_title(run))
+    axes.set(xlabel="training step", ylabel="success rate", ylim=(-0.02, 1.02), title=title_of(run))
     axes.grid(alpha=0.3)
     axes.legend(loc="best")
     figure.savefig(path, format="png")
@@ -175,7 +175,7 @@ def _validations(run: Run) -> dict[str, dict[int, Interval]]:
     return found
 
 
-def _title(run: Run) -> str:
+def title_of(run: Run) -> str:
     """Environment, algorithm and seed, as far as the run says."""
     config = OmegaConf.create(run.config)
     splits = run.splits()

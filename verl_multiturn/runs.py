@@ -21,6 +21,8 @@ A trajectory is one JSON object:
     final_observation    the environment's text after a truncated last turn; null after a terminated one
     seconds          wall time of the whole trajectory
     vine             VinePPO: counts of its continuations; returns: {t: the return of each from turn t}
+    audit            where multiturn.audit was due and chose the trajectory: counts of its continuations;
+                     returns: {t: what the value of turn t should have said, by each continuation}
     turns            list, in order, of objects with
         index            t, from 0
         observation      the environment's text before the turn

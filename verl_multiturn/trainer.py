@@ -19,6 +19,7 @@ from verl.utils import tensordict_utils as tu
 from verl_multiturn import metrics as run_metrics
 from verl_multiturn.algorithms import advantages
 from verl_multiturn.algorithms.vineppo import with_sibling_roots
+from verl_multiturn.audit_metrics import audited, of_audit
 from verl_multiturn.collapse import detectors
 from verl_multiturn.compose import plain
 from verl_multiturn.configure import TOKEN_ALGORITHMS, VERL_ALGORITHMS, keywords
@@ -281,12 +282,25 @@ class MultiTurnMixin(GuardedRun, StarPOSteps, ArCHerSteps):
             batch = self._critic_advantages(rows, batch, metrics)
         else:
             batch = self._turn_advantages(name, rows, batch, metrics)
+        self._audit(rows, batch, metrics)
         self._weigh(members, batch)
         started = time.perf_counter()
         records = [*self._record(rows, "train"), *self._filtered_out]
         self.writer.trajectories("train", self.global_steps, records)
         metrics["multiturn/record_seconds/mean"] = time.perf_counter() - started
         return batch
+
+    def _audit(self, rows: Rows, batch: Any, metrics: dict) -> None:
+        """Compare the values of this step with what `multiturn.audit` played from their states."""
+        sessions = list(rows.sessions().values())
+        if not any("audit" in session for session in sessions):
+            return
+        if self.settings.algorithm in VERL_ALGORITHMS:  # whose values only verl has read
+            data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=["values"])
+            values = rows.turns(list(data["values"].unbind())).value
+            for (_, record, _), value in zip(rows.places, values.tolist(), strict=True):
+                record["value"] = value
+        metrics |= of_audit(audited(rows), sessions)
 
     def _vine(self) -> Vine:
         return Vine.of(plain(self.settings), self.config.actor_rollout_ref.rollout.n)

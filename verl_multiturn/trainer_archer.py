@@ -42,6 +42,7 @@ class ArCHerSteps:
     writer: RunWriter
     progress: Progress
     _filtered_out: list[dict[str, Any]]
+    _audit: Any
     _rows: Any
     _record: Any
     _clear: Any
@@ -228,6 +229,7 @@ class ArCHerSteps:
         metrics |= run_metrics.of_sessions(list(rows.sessions().values()))
         self._train_critic(metrics)
         self._judge_turns(rows, metrics)
+        self._audit(rows, batch, metrics)
         A, V = self.utterance_critic("judge", fresh.states, fresh.actions)
         credit = scaled(A, self.archer.normalize, [len(one.ids) for one in fresh.samples], self.archer.clip)
         number = dict(zip(fresh.keys, zip(credit.tolist(), (A + V).tolist(), strict=True), strict=True))

@@ -5,19 +5,23 @@ environment, and the budgets that are left. Its value is the mean return of what
 """
 
 import asyncio
+import hashlib
 import math
+from array import array
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from copy import copy
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import numpy as np
 
+from verl_multiturn.env import derive_seed
 from verl_multiturn.rollout.episode import MOST_ERROR, Episode, Sample
 from verl_multiturn.rollout.layouts import NextPrompt
 from verl_multiturn.rollout.observed import restore
 from verl_multiturn.rollout.pool import EnvironmentFailure, Observed
-from verl_multiturn.rollout.prompts import View
+from verl_multiturn.rollout.prompts import PromptPolicy, View
 from verl_multiturn.rollout.vine_config import Vine
 from verl_multiturn.turns import Trajectory
 
@@ -94,6 +98,57 @@ class Continuation(Episode):
         value = sum(settings.gamma**j * r for j, r in enumerate(rewards))
         written += sum(len(turn.action_ids) for turn in turns)
         return Outcome(value, len(turns), written, self.read, self.cached, trajectory.truncated)
+
+
+class Branching(Episode):
+    """An episode from whose states others are played on."""
+
+    def _key(self, view: View, seen: Observed, prompt: NextPrompt, said: list[int], dedupe: str) -> Key:
+        """Equal where the value is: what the policy reads and has said, the state, and the budgets left.
+
+        Turns and actions taken say how many are left; in trajectory rows the prompt says it of tokens,
+        and of an utterance its length does.
+        """
+        policy, past = self.layout.policy, view.past
+        if dedupe != "history" and type(policy) is PromptPolicy:
+            past = past[max(0, len(past) - policy.templates.history) :]  # what a later prompt may show
+        read = array("q", [*prompt.ids, *said])
+        ids = hashlib.blake2b(read.tobytes(), digest_size=16).hexdigest()
+        mine = self.task.sample if dedupe == "none" else None
+        return ids, len(said), seen.key, len(self.turns), self.acted, tuple(past), mine
+
+    def _maker(
+        self,
+        seed: int,
+        taken: Any,
+        view: View,
+        seen: Observed,
+        prompt: NextPrompt,
+        said: list[int],
+        horizon: int | None = None,
+    ) -> Callable[[int], Continuation]:
+        """What makes the k-th continuation from here; all have chances of their own."""
+        shared = {one.name: getattr(self, one.name) for one in fields(Episode)}
+        if horizon is not None:
+            most = min(self.limits.max_turns or seen.max_turns, len(self.turns) + horizon)
+            shared["limits"] = replace(self.limits, max_turns=most)
+        # A layout replaces its lists, it never changes them.
+        shared |= {"layout": copy(self.layout), "turns": list(self.turns), "details": []}
+        view = replace(view, past=list(view.past))
+
+        def make(k: int) -> Continuation:
+            mine = derive_seed(seed, k)
+            sampling = None if self.task.sampling_seed is None else derive_seed("sampling", mine)
+            own: dict[str, Any] = {
+                "task": replace(self.task, sampling_seed=sampling),
+                "layout": copy(shared["layout"]),
+                "turns": list(shared["turns"]),
+                "details": [],
+                "view": replace(view, past=list(view.past)),
+            }
+            return Continuation(**shared | own, taken=taken, seed=mine, seen=seen, prompt=prompt, said=said)
+
+        return make
 
 
 @dataclass

@@ -17,6 +17,8 @@ from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopOutp
 from verl_multiturn.compose import plain
 from verl_multiturn.env import derive_seed
 from verl_multiturn.panel import Panel
+from verl_multiturn.rollout.audit import AuditedEpisode, AuditedVineEpisode, Audits
+from verl_multiturn.rollout.audit_config import Audit
 from verl_multiturn.rollout.continuations import Vines
 from verl_multiturn.rollout.episode import Episode, Sample, Task
 from verl_multiturn.rollout.layouts import LAYOUTS, Limits
@@ -38,6 +40,7 @@ class Rollout:
     limits: Limits
     pool: EnvPool
     vines: Vines | None  # of VinePPO
+    audits: Audits | None  # of multiturn.audit
 
     @classmethod
     def of(cls, config: DictConfig) -> "Rollout":
@@ -56,7 +59,9 @@ class Rollout:
         vines = None
         if settings["algorithm"] == "vineppo":
             vines = Vines(Vine.of(settings, config.actor_rollout_ref.rollout.n))
-        return cls(settings, prompt_policy(settings["prompt"]), form, limits, pool, vines)
+        audit = Audit.of(config)
+        audits = None if audit is None else Audits(audit)
+        return cls(settings, prompt_policy(settings["prompt"]), form, limits, pool, vines, audits)
 
 
 def first_prompt(config: DictConfig, tokenizer: Any) -> Prompt:
@@ -141,11 +146,23 @@ class MultiTurnLoop(AgentLoopBase):  # type: ignore[misc]
         return to_outputs(trajectory, self.settings["row"], self.tokenizer.eos_token_id, keep_text, penalty)
 
     def _kind(self, kwargs: dict[str, Any]) -> Callable[..., Episode]:
-        vines = self.rollout.vines
-        if vines is None or kwargs["split"] != "train":
-            return Episode
-        seed = derive_seed("vine", self.settings["seed"], kwargs["global_steps"], kwargs["uid"])
-        return partial(VineEpisode, vines=vines, seed=seed)
+        vines, audits = self.rollout.vines, self.rollout.audits
+        kind: Callable[..., Episode] = Episode
+        if kwargs["split"] != "train":
+            return kind
+        step = int(kwargs["global_steps"])
+        prompt = self.settings["seed"], kwargs["global_steps"], kwargs["uid"]
+        states, seed = 0, derive_seed("audit", *prompt)
+        if audits is not None and audits.audit.due(step):
+            states = audits.audit.share(seed, int(kwargs["session_id"]))
+        if states:
+            kind = AuditedEpisode if vines is None else AuditedVineEpisode
+            kind = partial(kind, audits=audits, audited=states, audit_seed=seed)
+        elif vines is not None:
+            kind = VineEpisode
+        if vines is not None:
+            kind = partial(kind, vines=vines, seed=derive_seed("vine", *prompt))
+        return kind
 
     def _task(self, kwargs: dict[str, Any]) -> Task:
         task, sample, step = kwargs["task"], int(kwargs["session_id"]), int(kwargs["global_steps"])

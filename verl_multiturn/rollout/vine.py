@@ -9,25 +9,20 @@ group share them.
 """
 
 import asyncio
-import hashlib
 import logging
 import math
 import time
-from array import array
-from collections.abc import Callable
-from copy import copy
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from verl_multiturn.env import derive_seed
-from verl_multiturn.rollout.continuations import Continuation, Group, Key, Rollouts, Vines
-from verl_multiturn.rollout.episode import Episode
+from verl_multiturn.rollout.continuations import Branching, Group, Key, Rollouts, Vines
 from verl_multiturn.rollout.layouts import NextPrompt
 from verl_multiturn.rollout.observed import snapshot
 from verl_multiturn.rollout.pool import Observed
-from verl_multiturn.rollout.prompts import PromptPolicy, View
+from verl_multiturn.rollout.prompts import View
 from verl_multiturn.steps import token_cuts
 from verl_multiturn.turns import Trajectory
 
@@ -38,7 +33,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass
-class VineEpisode(Episode):
+class VineEpisode(Branching):
     """An episode of training whose steps get values; `info["vine"]` of its trajectory counts what it took."""
 
     vines: Vines = field(kw_only=True)
@@ -155,57 +150,17 @@ class VineEpisode(Episode):
             count = self.vines.settings.at(step)
             if not count:
                 continue
-            key = self._key(view, seen, prompt, begun)
+            key = self._key(view, seen, prompt, begun, self.vines.settings.dedupe)
             if key not in states:
                 if taken is None:
                     taken = await self.pool.call(env, f"{self.where}: snapshot at turn {t}", snapshot)
                 if key not in states:  # nobody was quicker meanwhile
-                    make = self._maker(derive_seed(self.seed, repr(key)), taken, view, seen, prompt, begun)
-                    states[key] = Rollouts(make, count)
+                    given = taken, view, seen, prompt, begun, self.vines.settings.horizon
+                    states[key] = Rollouts(self._maker(derive_seed(self.seed, repr(key)), *given), count)
                     if not self.vines.settings.later:
                         states[key].begin(self.vines)
             states[key].holders += 1
             self.held[t, len(begun)] = key
-
-    def _key(self, view: View, seen: Observed, prompt: NextPrompt, said: list[int]) -> Key:
-        """Equal where the value is: what the policy reads and has said, the state, and the budgets left.
-
-        Turns and actions taken say how many are left; in trajectory rows the prompt says it of tokens,
-        and of an utterance its length does.
-        """
-        settings, policy = self.vines.settings, self.layout.policy
-        past = view.past
-        if settings.dedupe != "history" and type(policy) is PromptPolicy:
-            past = past[max(0, len(past) - policy.templates.history) :]  # what a later prompt may show
-        read = array("q", [*prompt.ids, *said])
-        ids = hashlib.blake2b(read.tobytes(), digest_size=16).hexdigest()
-        mine = self.task.sample if settings.dedupe == "none" else None
-        return ids, len(said), seen.key, len(self.turns), self.acted, tuple(past), mine
-
-    def _maker(
-        self, seed: int, taken: Any, view: View, seen: Observed, prompt: NextPrompt, said: list[int]
-    ) -> Callable[[int], Continuation]:
-        shared = {one.name: getattr(self, one.name) for one in fields(Episode)}
-        if (horizon := self.vines.settings.horizon) is not None:
-            most = min(self.limits.max_turns or seen.max_turns, len(self.turns) + horizon)
-            shared["limits"] = replace(self.limits, max_turns=most)
-        # A layout replaces its lists, it never changes them.
-        shared |= {"layout": copy(self.layout), "turns": list(self.turns), "details": []}
-        view = replace(view, past=list(view.past))
-
-        def make(k: int) -> Continuation:
-            mine = derive_seed(seed, k)
-            sampling = None if self.task.sampling_seed is None else derive_seed("sampling", mine)
-            own: dict[str, Any] = {
-                "task": replace(self.task, sampling_seed=sampling),
-                "layout": copy(shared["layout"]),
-                "turns": list(shared["turns"]),
-                "details": [],
-                "view": replace(view, past=list(view.past)),
-            }
-            return Continuation(**shared | own, taken=taken, seed=mine, seen=seen, prompt=prompt, said=said)
-
-        return make
 
     async def _let_go(self) -> None:
         """End the continuations that nobody else waits for; their environments are given up."""
