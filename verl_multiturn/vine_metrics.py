@@ -1,6 +1,5 @@
 """The `multiturn/vine_*` metrics of a VinePPO run: what the values of a step took."""
 
-import math
 from typing import Any
 
 
@@ -10,8 +9,8 @@ def of_vine(sessions: list[dict[str, Any]]) -> dict[str, float]:
     Means over the trajectories of a step; `failed_share`, `truncated_share` and `hole_share` are of its
     continuations, of those that came to an end, and of its states; `return_std` is a mean over states.
     `tokens_share`: tokens of the continuations against those of K for every state, none shared; of what
-    they read, `cached_share` was in the prefix cache (nan: the server does not say). `last_tail_seconds`
-    went by after the step's last trajectory had ended.
+    they read, `cached_share` was in the prefix cache (left out where the server does not say).
+    `last_tail_seconds` went by after the step's last trajectory had ended.
     """
     counts = [session["vine"] for session in sessions]
 
@@ -35,7 +34,8 @@ def of_vine(sessions: list[dict[str, Any]]) -> dict[str, float]:
     found["hole_share"] = total("holes") / max(1.0, total("states"))
     spread = sum(count["return_std"] * count["unique_states"] for count in counts)
     found["tokens_share"] = total("tokens") / max(1.0, total("naive_tokens"))
-    found["cached_share"] = total("cached") / total("read") if total("read") else math.nan
+    if total("read"):
+        found["cached_share"] = total("cached") / total("read")
     played = max((count["ended"] for count in counts), default=0.0)
     waited = max((count["ended"] + count["tail_seconds"] for count in counts), default=0.0)
     found["last_tail_seconds"] = waited - played
