@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 from verl_multiturn.env import derive_seed
 from verl_multiturn.errors import unknown
+from verl_multiturn.rollout.garbage import playing
 from verl_multiturn.rollout.layouts import Limits, NextPrompt, TrajectoryRows, TurnRows
 from verl_multiturn.rollout.parsing import ActionFormat, parse
 from verl_multiturn.rollout.pool import EnvironmentFailure, EnvPool, Observed, reset, step
@@ -129,7 +130,8 @@ class Episode:
         clock = asyncio.timeout(self.limits.episode_timeout)
         try:
             async with clock:
-                trajectory = await self._play(env)
+                with playing():
+                    trajectory = await self._play(env)
         except BaseException as error:
             await self.pool.abandon(env)
             if isinstance(error, TimeoutError) and clock.expired():
