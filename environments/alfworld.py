@@ -46,10 +46,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from environments.alfworld_parts.expert import Goal, World, next_command
-from environments.alfworld_parts.library import TASK_TYPES, Game, find, game_file, hash_of, select
+from environments.alfworld_parts.library import AGAIN, TASK_TYPES, Game, find, game_file, hash_of, select
 from environments.alfworld_parts.presets import data_folder
 from verl_multiturn.env import Env, Info, Seed
-from verl_multiturn.errors import unknown
+from verl_multiturn.errors import intact, unknown
 from verl_multiturn.needs import Needs
 
 if TYPE_CHECKING:
@@ -139,14 +139,22 @@ class AlfWorld(Env):
             self._loaded = None
         if self._loaded != game:
             path = game_file(self.folder, game)
-            self._engine.load(str(path))
-            self._goal = Goal.of(json.loads(path.with_name("traj_data.json").read_text()))
+            self._loaded = None
+            with intact(path, AGAIN):
+                self._engine.load(str(path))
+            with intact(about := self._about(game), AGAIN):
+                self._goal = Goal.of(json.loads(about.read_text()))
             self._loaded = game
         return self._engine
 
+    def _about(self, game: Game) -> Path:
+        return game_file(self.folder, game).with_name("traj_data.json")
+
     def _reset(self, seed: Seed) -> tuple[str, Info]:
         self._game = self._find(seed)
-        self._show(self._load(self._game).reset())
+        engine = self._load(self._game)
+        with intact(game_file(self.folder, self._game), AGAIN):
+            self._show(engine.reset())
         room, _, task = self._text.partition("\n\nYour task is to: ")
         self._text = room.partition("=-\n\n")[2] or room
         self.instruction = f"Your task is to: {task.strip()}"
@@ -183,7 +191,8 @@ class AlfWorld(Env):
     def expert(self) -> str:
         """The scripted player's command, from any state."""
         world = World.of(self._state["_facts"], self._state["_entity_infos"])
-        return next_command(self._goal, world, self._commands)
+        with intact(self._about(self._now), AGAIN):  # a damaged one may ask for what the game has not got
+            return next_command(self._goal, world, self._commands)
 
     def snapshot(self) -> bytes:
         """One or two kB: which game, which operators were applied, what is to be seen."""

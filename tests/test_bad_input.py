@@ -157,23 +157,11 @@ def test_a_misspelt_key_is_refused_with_the_nearest(key):
 # ------------------------------------------------------------------------------- files
 
 
-def damaged(data, rng):
-    """A file's bytes: cut off, bits flipped, replaced, empty, or somebody else's."""
-    yield b""
-    yield data[: len(data) // 2]
-    for _ in range(12):
-        flipped = bytearray(data)
-        for _ in range(3):
-            flipped[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
-        yield bytes(flipped)
-    yield from (b"[]", b"null", b"{}", b'"x"', b"\xff\xfe\x00", b'{"tasks": 3}', b"[" * 50_000)
-
-
 def test_a_damaged_panel_is_one_sentence(tmp_path):
     panel = Panel.build("frozen_lake", {"size": 4}, range(5), "test")
     path = tmp_path / "panel.json"
     panel.save(path)
-    for data in damaged(path.read_bytes(), random.Random(1)):
+    for data in fuzz.damaged(path.read_bytes(), random.Random(1)):
         path.write_bytes(data)
         try:
             assert Panel.load(path) == panel  # a flip may leave the meaning as it was: "\t" for " "
@@ -188,7 +176,7 @@ def test_a_damaged_run_is_one_sentence(tmp_path):
     path = tmp_path / "trajectories/train/1.jsonl.zst"
     whole = Run(tmp_path).trajectories("train", 1)
     other = zstandard.compress(b"no json\n")
-    for data in [*damaged(path.read_bytes(), random.Random(2)), other, zstandard.compress(b"[1, 2\n")]:
+    for data in [*fuzz.damaged(path.read_bytes(), random.Random(2)), other, zstandard.compress(b"[1, 2\n")]:
         path.write_bytes(data)
         try:
             assert Run(tmp_path).trajectories("train", 1) == whole

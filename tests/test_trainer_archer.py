@@ -323,6 +323,27 @@ def test_a_resumed_run_takes_the_critic_up(saved, queue, monkeypatch):
         saved._load_checkpoint()
 
 
+@pytest.mark.parametrize("algorithm", ["archer", "gigpo"])
+def test_a_damaged_part_of_verls_is_one_sentence(saved, monkeypatch, tmp_path, algorithm):
+    """The state of the data, as verl reads it: cut at several places, none of it, something else."""
+    saved.settings.algorithm, file = algorithm, tmp_path / "data.pt"
+    torch.save({"_snapshot": {"_snapshot_step": 3}, "samples": list(range(50))}, file)
+    good = file.read_bytes()
+
+    def load(self):
+        self.global_steps = 5
+        torch.load(file, weights_only=False)
+
+    monkeypatch.setattr(PPOTrainer, "_load_checkpoint", load)
+    for data in (b"", good[:10], good[: len(good) // 2], good[:-20], b"<html>", b"\x80\x04garbage"):
+        file.write_bytes(data)
+        with pytest.raises(RunStopped) as caught:
+            saved._load_checkpoint()
+        said = str(caught.value)
+        assert "global_step_5 cannot be read (" in said and "trainer.resume_from_path=FOLDER" in said
+        assert "\n" not in said
+
+
 def test_other_algorithms_start_no_critic(saved, monkeypatch):
     saved.settings.algorithm = "gigpo"
     monkeypatch.setattr(trainer_archer, "start", lambda *_: pytest.fail("a critic was started"))

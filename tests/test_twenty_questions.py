@@ -4,6 +4,7 @@ import json
 import random
 import re
 import threading
+import time
 from collections import Counter
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import count
@@ -11,12 +12,16 @@ from itertools import count
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from typer.testing import CliRunner
 
+from environments.twenty_questions_parts import oracle
 from environments.twenty_questions_parts.exact import BeliefModel, random_return, reference_returns
 from environments.twenty_questions_parts.oracle import oracle_of
 from environments.twenty_questions_parts.things import ALIASES, CLASSES, MASS, PLURAL, SUBSET, THINGS, TRUE
 from environments.twenty_questions_parts.words import Cues, Names, stems
+from verl_multiturn import endpoint
 from verl_multiturn.check import check_env
+from verl_multiturn.cli import app
 from verl_multiturn.env import make
 from verl_multiturn.exact import exact_values
 from verl_multiturn.panel import FIRST_ID, Panel, check_disjoint
@@ -284,6 +289,73 @@ def test_an_endpoint_as_oracle():
         assert report.ok, str(report)
     finally:
         server.shutdown()
+
+
+def said(content):
+    return json.dumps({"choices": [{"message": {"content": content}, "finish_reason": "stop"}]})
+
+
+BAD = {  # what an oracle replies -> the answer shown, or what the error says
+    "empty": (200, said(""), None),
+    "null": (200, said(None), None),
+    "neither": (200, said("Perhaps; it knows nothing."), None),
+    "a list": (200, said(["yes"]), "sent no chat completion"),
+    "HTML": (200, "<html><body>yes</body></html>", "sent no chat completion: <html>"),
+    "no choices": (200, '{"choices": []}', "sent no chat completion"),
+    "choices of texts": (200, '{"choices": ["yes"]}', "sent no chat completion"),
+    "nested": (200, "[" * 50_000, "sent no chat completion"),
+    "not UTF-8": (200, b"\xff\xfe{", "sent no chat completion"),
+    "500": (500, "out of memory", "gave no answer in 5 attempts; the last: HTTP 500: out of memory"),
+    "400": (400, "too long", "refuses a request: HTTP 400: too long"),
+    "trickling": (None, said("yes"), "gave no answer in 5 attempts; the last: not whole after 0.2 s"),
+    "cut off": (-1, said("yes"), "gave no answer in 5 attempts; the last: RemoteProtocolError"),
+}
+
+
+class BadOracle(Handler):
+    """Replies as `server.bad` says."""
+
+    def do_POST(self):
+        self.rfile.read(int(self.headers["Content-Length"]))
+        code, text, _ = BAD[self.server.bad]
+        data = text if isinstance(text, bytes) else text.encode()
+        self.send_response(200 if code in (None, -1) else code)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        if code is None:  # a byte now and then: never silent for long
+            for n in range(20):
+                self.wfile.write(data[n : n + 1])
+                time.sleep(0.05)
+        else:
+            self.wfile.write(data[:-5] if code == -1 else data)
+
+
+@pytest.mark.parametrize("bad", BAD)
+def test_an_oracle_that_replies_badly(bad, monkeypatch):
+    """No yes or no is an invalid question; what is no reply at all is one sentence, also in the command."""
+    monkeypatch.setattr(endpoint, "FIRST_WAIT", 0.001)
+    monkeypatch.setattr(oracle, "SECONDS", 0.2)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), BadOracle)
+    server.bad, server.handle_error = bad, lambda *arguments: None  # a client that gave up
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    address = f"http://127.0.0.1:{server.server_port}/v1#oracle"
+    wrong = BAD[bad][2]
+    try:
+        if wrong is None:
+            answer, valid, _ = ask("Does it bark?", oracle=address)
+            assert (answer, valid) == ("Invalid question.", False)
+            return
+        with pytest.raises(ValueError) as caught:
+            ask("Does it bark?", oracle=address)
+        assert wrong in str(caught.value) and address.partition("#")[0] in str(caught.value)
+        assert "\n" not in str(caught.value)
+        arguments = ["play", "twenty_questions", f"oracle={address}", "words=4", "hold_out=false"]
+        done = CliRunner().invoke(app, [*arguments, "--policy", "random", "--episodes", "3"])
+        assert done.exit_code == 2 and isinstance(done.exception, SystemExit)
+        assert "Traceback" not in done.output
+    finally:
+        server.shutdown()
+        server.server_close()
 
 
 def test_a_local_model_as_oracle(tmp_path):

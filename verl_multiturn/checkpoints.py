@@ -6,6 +6,7 @@ FSDP shards are merged with verl's own merger, once, into `merged/` beside them.
 """
 
 import json
+import math
 import os
 import re
 import shutil
@@ -16,7 +17,7 @@ from pathlib import Path
 
 from omegaconf import OmegaConf
 
-from verl_multiturn.errors import RunStopped
+from verl_multiturn.errors import RunStopped, intact
 from verl_multiturn.run_files import missing_parts, write_atomically
 
 SHARDS = "model_world_size_*_rank_*.pt"
@@ -124,7 +125,9 @@ def keep_best(folder: Path, step: int, success: float) -> bool:
     """
     source, best = folder / f"global_step_{step}", folder / BEST
     note = best / "success.json"
-    if not source.exists() or (note.exists() and json.loads(note.read_text())["success"] >= success):
+    with intact(note, "delete it, and the next validation counts as the best"):
+        least = float(json.loads(note.read_text())["success"]) if note.exists() else -math.inf
+    if not source.exists() or least >= success:
         return False
     draft, target = best / f"{source.name}.part", best / source.name
     shutil.rmtree(draft, ignore_errors=True)  # of a process that was killed
@@ -150,7 +153,8 @@ def _latest(run: Path) -> Path:
     """Folder of the latest checkpoint of a recorded run, which may keep them elsewhere."""
     places = [run / "checkpoints"]
     if (run / "config.yaml").exists():
-        given = OmegaConf.select(OmegaConf.load(run / "config.yaml"), "trainer.default_local_dir")
+        with intact(run / "config.yaml", "name the checkpoint's own folder"):
+            given = OmegaConf.select(OmegaConf.load(run / "config.yaml"), "trainer.default_local_dir")
         places += [Path(given)] if given else []
     for place in places:
         if (place / LATEST).exists():

@@ -28,8 +28,8 @@ class EndpointDown(ValueError):
     """The endpoint does not answer, or refuses whatever is asked."""
 
 
-class Refused(RuntimeError):
-    """The endpoint refuses this request, e.g. because its prompt is too long for the model."""
+class Refused(ValueError):
+    """The endpoint refuses this request, e.g. because its prompt is too long, or its reply is unusable."""
 
 
 class _Role(NamedTuple):
@@ -143,8 +143,13 @@ class Endpoint:
             if attempt:
                 await asyncio.sleep(min(LONGEST_WAIT, FIRST_WAIT * 2 ** (attempt - 1)))
             try:
-                answer = await self._client.post(f"{self.url}/chat/completions", json=body)
-            except httpx.TransportError as error:
+                # httpx counts from one piece to the next: a server that trickles would never end.
+                async with asyncio.timeout(self.timeout):
+                    answer = await self._client.post(f"{self.url}/chat/completions", json=body)
+            except TimeoutError:
+                problem = f"not whole after {self.timeout:g} s"
+                continue
+            except httpx.RequestError as error:
                 problem = _reason(error)
                 continue
             if answer.status_code < 400:
@@ -165,7 +170,9 @@ class Endpoint:
         try:
             choice = answer.json()["choices"][0]
             text, cut = choice["message"]["content"] or "", choice.get("finish_reason") == "length"
-        except (ValueError, LookupError, TypeError):
+            if not isinstance(text, str):
+                raise TypeError
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
             raise Refused(f"{self.url} sent no chat completion: {_brief(answer.text)}") from None
         return Sample([*self._chat.encode(text), *([] if cut else [END])])
 
@@ -175,13 +182,13 @@ class Endpoint:
 
         try:
             answer = httpx.get(f"{self.url}/models", timeout=min(10.0, self.timeout), headers=_headers())
-        except (httpx.TransportError, httpx.InvalidURL) as error:
+        except (httpx.RequestError, httpx.InvalidURL) as error:
             raise EndpointDown(f"no endpoint answers at {self.url}: {_reason(error)}") from None
         if answer.status_code in (401, 403):
             raise EndpointDown(f"{self.url} wants another key than OPENAI_API_KEY: HTTP {answer.status_code}")
         try:
             names = [str(one["id"]) for one in answer.json()["data"]]
-        except (ValueError, LookupError, TypeError):
+        except (ValueError, LookupError, TypeError, RecursionError):
             return  # not every server lists its models
         if names and self.name not in names:
             raise unknown(f"model at {self.url}:", self.name, names)

@@ -1,7 +1,9 @@
 """One way to say that a name is wrong: what was given, what is valid, and the nearest match."""
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 
 def unknown(kind: str, given: object, valid: Iterable[object], hint: str = "") -> ValueError:
@@ -28,3 +30,26 @@ class RunStopped(RuntimeError):
     """
 
     said = False
+
+
+@contextmanager
+def intact(path: str | Path, cure: str) -> Iterator[None]:
+    """Says whatever reading a damaged file raises as one ValueError, which names the file and what to do.
+
+    Args:
+        path: the file, or the folder of files, that is read inside.
+        cure: what to do, e.g. "delete it, it is built again".
+
+    Raises:
+        ValueError: something was raised inside; a ValueError that names the path already stays as it is.
+    """
+    try:
+        yield
+    except (ImportError, RunStopped):
+        raise  # a missing package, or a sentence of its own
+    # Parsers of broken files raise whatever their parts raise; translators leave with SystemExit.
+    except (Exception, SystemExit) as error:
+        if isinstance(error, ValueError) and str(path) in str(error):
+            raise
+        why = " ".join(str(error).split())[:300]
+        raise ValueError(f"{path} cannot be used ({type(error).__name__}: {why}): {cure}") from error

@@ -105,7 +105,10 @@ def environment(run: Run, env: str | None = None) -> Env:
             f"the run played the environment file {path}, which is not there (any more): put it back, "
             "or say with --env where it is now"
         )
-    return make(str(name), **(settings.get("env_kwargs") or {}))
+    kwargs = settings.get("env_kwargs") or {}
+    if not isinstance(kwargs, dict):
+        raise ValueError(f"{run.folder}/config.yaml: multiturn.env_kwargs={kwargs!r:.80} must be a group")
+    return make(str(name), **kwargs)
 
 
 def places(run: Run, splits: Iterable[str], steps: Iterable[int] | None) -> list[Place]:

@@ -54,7 +54,7 @@ import numpy as np
 from omegaconf import OmegaConf
 
 from verl_multiturn import provenance, run_files
-from verl_multiturn.errors import RunStopped, unknown
+from verl_multiturn.errors import RunStopped, intact, unknown
 from verl_multiturn.rewards import trained_reward
 from verl_multiturn.run_files import SUFFIX, Record
 from verl_multiturn.turns import TurnBatch
@@ -190,7 +190,11 @@ class Run:
     def config(self) -> Record:
         """The configuration the run was started with."""
         path = self.folder / "config.yaml"
-        return dict(OmegaConf.to_container(OmegaConf.load(path))) if path.exists() else {}  # type: ignore[arg-type]
+        with intact(path, "a later config.<n>.yaml, or the command that started the run, gives it again"):
+            found: Any = OmegaConf.to_container(OmegaConf.load(path)) if path.exists() else {}
+            if not isinstance(found, dict) or not isinstance(found.get("multiturn", {}), dict):
+                raise TypeError("it has no groups")
+            return found
 
     @cached_property
     def metrics(self) -> "pd.DataFrame":
@@ -198,9 +202,11 @@ class Run:
         import pandas as pd  # here, because training records runs without it
 
         steps: dict[int, Record] = {}
-        for line in run_files.lines(self.folder / "metrics.jsonl"):
-            steps.setdefault(line["step"], {}).update(line["metrics"])
-        table = pd.DataFrame.from_dict(steps, orient="index", dtype=float)
+        path = self.folder / "metrics.jsonl"
+        with intact(path, "delete the line that has no step and metrics"):
+            for line in run_files.lines(path):
+                steps.setdefault(line["step"], {}).update(line["metrics"])
+            table = pd.DataFrame.from_dict(steps, orient="index", dtype=float)
         return table.rename_axis("step").sort_index()
 
     @cached_property

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from verl_multiturn.env import Seed
-from verl_multiturn.errors import unknown
+from verl_multiturn.errors import intact, unknown
 from verl_multiturn.load import run_file
 
 Row = Mapping[str, Any]
@@ -99,7 +99,8 @@ def _read(path: str) -> list[Row]:
     if file.suffix == ".parquet":
         import pandas as pd
 
-        text = pd.read_parquet(file).to_json(orient="records")
+        with intact(path, "download or write it again"):
+            text = pd.read_parquet(file).to_json(orient="records")
         found: list[Row] = json.loads(text)
         return found
     if file.suffix not in (".jsonl", ".json"):
@@ -108,8 +109,10 @@ def _read(path: str) -> list[Row]:
         text = file.read_text(encoding="utf-8")
         lines = text.splitlines() if file.suffix == ".jsonl" else None
         found = json.loads(text) if lines is None else [json.loads(line) for line in lines if line.strip()]
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not {file.suffix[1:].upper()}: {error}.") from None
+    if not isinstance(found, list) or not all(isinstance(row, dict) for row in found):
+        raise ValueError(f"{path} holds something else than a list of rows (names with values).")
     return found
 
 

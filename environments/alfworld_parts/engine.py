@@ -23,6 +23,7 @@ from textworld.envs.pddl import logic, pddl, textgen
 from textworld.logic import Rule
 
 from verl_multiturn.cache import built, cache_folder
+from verl_multiturn.errors import intact
 
 # What an operator leaves behind besides changing the world: neither a precondition nor part of a goal.
 TRACES = frozenset({"checked", "examined", "wasinreceptacle"})
@@ -142,7 +143,8 @@ def _kept(kind: str, compute: Callable[..., Any], *texts: str) -> Any:
 
     # The members of a group begin the same game at once: one of them computes.
     path = built(cache_folder("alfworld", kind, digest[:2]) / digest, keep)
-    return pickle.loads(zlib.decompress(path.read_bytes()))
+    with intact(path, "delete it, it is computed again"):
+        return pickle.loads(zlib.decompress(path.read_bytes()))
 
 
 @functools.lru_cache(32)

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from verl_multiturn.cache import built, cache_folder
-from verl_multiturn.errors import unknown
+from verl_multiturn.errors import intact, unknown
 
 SPLITS = ("train", "valid_seen", "valid_unseen")
 TASK_TYPES = (
@@ -20,6 +20,7 @@ TASK_TYPES = (
     "pick_cool_then_place_in_recep",
     "pick_two_obj_and_place",
 )
+AGAIN = "delete it; alfworld-download -f or verl-multiturn make-alfworld-games writes games again"
 # Upstream's own filter: games with sliced objects or movable receptacles are not part of ALFWorld.
 LEFT_OUT = ("movable", "Sliced")
 
@@ -47,7 +48,7 @@ def games(folder: Path) -> dict[str, tuple[Game, ...]]:
     kept in the cache and holds as long as no game file changes.
 
     Raises:
-        ValueError: no games there, or games of another version of the engine.
+        ValueError: no games there, a damaged one, or games of another version of the engine.
     """
     root, made = folder / "json_2.1.1", folder / "generated.json"
     # Of a finished folder of generated games one date will do; a look at thousands of files takes 0.1 s.
@@ -65,7 +66,8 @@ def games(folder: Path) -> dict[str, tuple[Game, ...]]:
         path.write_text(json.dumps([asdict(game) for game in found]))
 
     manifest = built(cache_folder("alfworld", "manifests") / f"{key}.json", write)
-    found = [Game(**entry) for entry in json.loads(manifest.read_text())]
+    with intact(manifest, "delete it, it is written again"):
+        found = [Game(**entry) for entry in json.loads(manifest.read_text())]
     by_digest = sorted(found, key=lambda game: (game.digest, game.id))
     return {split: tuple(g for g in by_digest if g.id.startswith(f"{split}/")) for split in SPLITS}
 
@@ -115,18 +117,21 @@ def _files(root: Path) -> list[Path]:
 
 
 def _read(path: Path, root: Path) -> Game | None:
-    data = json.loads(path.read_text())
-    if not data.get("solvable"):
-        return None
-    if "move {o} to {r}" not in data["grammar"]:
+    with intact(path, AGAIN):
+        data = json.loads(path.read_text())
+        if not data.get("solvable"):
+            return None
+        # The first line holds the trial's name, which says nothing about the world.
+        grammar, world = str(data["grammar"]), str(data["pddl_problem"]).partition("(:domain")[2]
+        if not world:
+            raise ValueError("its pddl_problem is none")
+    if "move {o} to {r}" not in grammar:
         raise ValueError(
-            f"{path} was made for an alfworld before 0.4, whose command is put, not move: run "
+            f"{path} is damaged or was made for an alfworld before 0.4, whose command is put, not move: run "
             "alfworld-download -f for the games of the installed version"
         )
     kind = next((name for name in TASK_TYPES if path.parent.parent.name.startswith(name)), "")
-    task = re.search(r"Your task is to: [^\"\\]*", data["grammar"])
-    # The first line holds the trial's name, which says nothing about the world.
-    world = data["pddl_problem"].partition("(:domain")[2]
+    task = re.search(r"Your task is to: [^\"\\]*", grammar)
     text = f"{task.group() if task else ''}\0{world}"
     digest = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
     return Game(str(path.parent.relative_to(root)), kind, digest)

@@ -107,6 +107,8 @@ def _lines(path: Path, grade: str) -> tuple[Problem, ...]:
             f"no problems at {path}: {error.strerror}; give a JSONL file with question and answer, or a "
             "folder with train.jsonl and test.jsonl, as env_kwargs.file"
         ) from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is no text in UTF-8: {error}; download or write it again") from None
     filled = ((n, line) for n, line in enumerate(lines, 1) if line.strip())
     return tuple(_problem(f"{path}, line {n}", line, grade) for n, line in filled)
 
@@ -114,7 +116,7 @@ def _lines(path: Path, grade: str) -> tuple[Problem, ...]:
 def _problem(where: str, line: str, grade: str) -> Problem:
     try:
         record = json.loads(line)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{where} is not JSON: {error}") from None
     found = []
     for name, spellings in FIELDS.items():

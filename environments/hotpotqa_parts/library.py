@@ -19,7 +19,7 @@ import orjson
 from environments.hotpotqa_parts.docstore import Docstore, Page
 from environments.retrieval_parts.questions import NAMES, Question, Questions
 from environments.retrieval_parts.world import generate
-from verl_multiturn.errors import unknown
+from verl_multiturn.errors import intact, unknown
 
 SUFFIXES = (".json", ".parquet")
 _open: dict["Source", "Library"] = {}
@@ -55,8 +55,12 @@ class Library:
         self.source = source
         if source.files:
             read = [one for split, path in source.files for one in _read(path, split)]
+            pages, names = [page for _, some in read for page in some], ", ".join(p for _, p in source.files)
+            if not pages:
+                lacks = "pages" if read else "questions"
+                raise ValueError(f"there are no {lacks} in {names}: download it again")
             self.questions = Questions(question for question, _ in read)
-            self.pages = Docstore(page for _, pages in read for page in pages)
+            self.pages = Docstore(pages)
             return
         world = generate(source.passages, source.world_seed)
         self.questions = Questions(world.questions)
@@ -107,7 +111,7 @@ def _read(path: str, split: str | None) -> Iterator[tuple[Question, list[Page]]]
     for number, record in enumerate(_records(path), 1):
         try:
             yield _question(record, split), _pages(record["context"])
-        except (KeyError, TypeError, ValueError) as error:
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
             why = f"no {error}" if isinstance(error, KeyError) else str(error)
             raise ValueError(
                 f"{path}, record {number}: {why}; a record of HotPotQA has question, answer, "
@@ -124,7 +128,8 @@ def _records(path: str) -> list[Any]:
     if suffix == ".parquet":
         import pandas as pd
 
-        return list(pd.read_parquet(path).to_dict("records"))
+        with intact(path, "download it again"):
+            return list(pd.read_parquet(path).to_dict("records"))
     try:
         records = orjson.loads(Path(path).read_bytes())
     except orjson.JSONDecodeError as error:

@@ -15,9 +15,11 @@ import orjson
 from environments.retrieval_parts.passages import Passage
 from environments.retrieval_parts.ranking import best
 from verl_multiturn.cache import built, cache_folder
+from verl_multiturn.errors import intact
 
 K1, B = 0.9, 0.4
 LAYOUT = 1  # of the folder; part of the digest
+AGAIN = "delete that folder, it is built again"
 PASSAGES, OFFSETS, ABOUT = "passages.jsonl", "offsets.npy", "about.json"
 
 
@@ -29,24 +31,25 @@ class Index:
         documents: how many it must hold; None: as many as it says.
 
     Raises:
-        ValueError: it holds another number of documents than it should.
+        ValueError: it is damaged, or holds another number of documents than it should.
     """
 
     def __init__(self, folder: Path, documents: int | None = None) -> None:
         import bm25s
 
         self.folder = folder
-        self._bm25: Any = bm25s.BM25.load(folder, mmap=True)
-        self._offsets = np.load(folder / OFFSETS, mmap_mode="r")  # (N + 1,) bytes
-        self._bytes = np.memmap(folder / PASSAGES, np.uint8, "r")
-        self.documents: int = orjson.loads((folder / ABOUT).read_bytes())["documents"]
-        counts = {self.documents, int(self._bm25.scores["num_docs"]), len(self._offsets) - 1}
+        with intact(folder, AGAIN):
+            self._bm25: Any = bm25s.BM25.load(folder, mmap=True)
+            self._offsets = np.load(folder / OFFSETS, mmap_mode="r")  # (N + 1,) bytes
+            self._bytes = np.memmap(folder / PASSAGES, np.uint8, "r")
+            self.documents = int(orjson.loads((folder / ABOUT).read_bytes())["documents"])
+            counts = {self.documents, int(self._bm25.scores["num_docs"]), len(self._offsets) - 1}
         if documents is not None:
             counts.add(documents)
         if len(counts) > 1 or int(self._offsets[-1]) != len(self._bytes):
             raise ValueError(
                 f"the index in {folder} does not fit its corpus (documents: "
-                f"{', '.join(map(str, sorted(counts)))}): delete that folder, it is built again"
+                f"{', '.join(map(str, sorted(counts)))}): {AGAIN}"
             )
 
     @classmethod
@@ -80,11 +83,13 @@ class Index:
 
     def numbers(self, query: str, k: int) -> list[int]:
         """Which documents `search` returns, counted from 0."""
-        return best(self._bm25, _stems([query])[0], k)
+        with intact(self.folder, AGAIN):
+            return best(self._bm25, _stems([query])[0], k)
 
     def _passage(self, number: int) -> Passage:
-        start, end = int(self._offsets[number]), int(self._offsets[number + 1])
-        return Passage(*orjson.loads(self._bytes[start:end].tobytes()))
+        with intact(self.folder, AGAIN):
+            start, end = int(self._offsets[number]), int(self._offsets[number + 1])
+            return Passage(*orjson.loads(self._bytes[start:end].tobytes()))
 
 
 def digest_of(parts: Iterable[bytes]) -> str:

@@ -61,7 +61,10 @@ class Library:
             self.questions = Questions(world.questions)
             self.retriever = Index.cached(digest, lambda: world.passages, len(world.passages))
             return
-        self.questions = Questions(read_questions(source.questions))
+        read = list(read_questions(source.questions))
+        if not read:
+            raise ValueError(f"{', '.join(source.questions)}: no question in it; download or write it again")
+        self.questions = Questions(read)
         self.retriever = _retriever(source)
 
     def __reduce__(self) -> tuple[Any, ...]:

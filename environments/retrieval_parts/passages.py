@@ -53,13 +53,16 @@ def read_corpus(path: str) -> Iterator[Passage]:
     """The passages of a JSONL file.
 
     Raises:
-        ValueError: no such file, or a line that is not a passage; says which.
+        ValueError: no such file, no passage in it, or a line that is not one; says which.
     """
+    number = 0
     for number, record in read_jsonl(path):
         try:
             yield to_passage(record)
         except ValueError as error:
             raise ValueError(f"{path}, line {number}: {error}") from None
+    if not number:
+        raise ValueError(f"{path} has no passage: {FORMS}")
 
 
 def read_jsonl(path: str) -> Iterator[tuple[int, Any]]:

@@ -10,7 +10,7 @@ from typing import Any
 from environments.retrieval_parts.passages import read_jsonl
 from environments.retrieval_parts.scoring import normalise
 from verl_multiturn.env import Seed, derive_seed
-from verl_multiturn.errors import unknown
+from verl_multiturn.errors import intact, unknown
 from verl_multiturn.panel import FIRST_ID
 
 SPLITS = ("test", "val", "train")
@@ -142,7 +142,9 @@ def _rows(path: str) -> Iterator[tuple[int, Any]]:
 
     if not Path(path).is_file():
         raise ValueError(f"no file {path!r} (the working directory is {Path.cwd()})")
-    yield from enumerate(pd.read_parquet(path).to_dict("records"), 1)
+    with intact(path, "download or write it again"):
+        rows = pd.read_parquet(path).to_dict("records")
+    yield from enumerate(rows, 1)
 
 
 def _question(row: Any) -> Question:

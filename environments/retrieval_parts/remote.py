@@ -99,7 +99,7 @@ def _passages(url: str, text: str, queries: int, k: int) -> list[list[Passage]]:
         lists = json.loads(text)["result"]
         # without scores the server sends the bare documents
         found = [[to_passage(one.get("document", one)) for one in some][:k] for some in lists]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise RetrieverDown(
             f"the retriever at {url} replied {text[:80]!r}, not "
             f'{{"result": [[{{"document": {{"contents": ...}}, "score": ...}}]]}} ({error})'

@@ -13,7 +13,7 @@ from typing import Any
 
 from verl_multiturn.cache import built, cache_folder
 from verl_multiturn.env import Seed, derive_seed
-from verl_multiturn.errors import unknown
+from verl_multiturn.errors import intact, unknown
 from verl_multiturn.panel import FIRST_ID
 
 # Settings of each kind with their defaults: names and meanings of `tw-make`. `only_last_action`: the goal
@@ -126,8 +126,11 @@ class Game:
 
 @lru_cache(maxsize=4096)
 def _meta(folder: Path) -> Meta:
-    known = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
-    return Meta(known["digest"], known["objective"], known["max_score"], tuple(known["walkthrough"] or ()))
+    with intact(folder, "delete it, the game is made again"):
+        known = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
+        return Meta(
+            known["digest"], known["objective"], known["max_score"], tuple(known["walkthrough"] or ())
+        )
 
 
 def settings_of(kind: str, given: Mapping[str, Any]) -> str:

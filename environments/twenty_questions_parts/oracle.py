@@ -14,6 +14,7 @@ from verl_multiturn.errors import unknown
 
 MOST_TOKENS = 64  # of an answer; the authors' oracles: 16 (things), 64 (cities)
 REMEMBERED = 100_000  # answers
+SECONDS = 10.0  # for one answer: all attempts end before multiturn.step_timeout, and so say what came
 Ask = Callable[[str, str, str], str]  # prompt template, hidden name, question -> what the model said
 
 
@@ -50,7 +51,7 @@ def _model(name: str) -> Ask:
 def _endpoint(address: str) -> Callable[[str], str]:
     from verl_multiturn.endpoint import Endpoint
 
-    endpoint = Endpoint(address, {"temperature": 0.0})
+    endpoint = Endpoint(address, {"temperature": 0.0}, timeout=SECONDS)
     # One loop for all threads that play: the connections of a client belong to its loop.
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name="oracle", daemon=True).start()

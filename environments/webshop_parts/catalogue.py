@@ -17,6 +17,7 @@ from environments.webshop_parts import generate, goals, records, search, upstrea
 from environments.webshop_parts.goals import SPLITS, Kind
 from environments.webshop_parts.records import Goal, Product, Records, write_records
 from verl_multiturn.cache import built, cache_folder
+from verl_multiturn.errors import intact
 
 WHOLE = 64 << 20  # bytes up to which a file is hashed whole; of a larger one size, time and both ends
 BUILDERS = (generate, goals, records, search, upstream, words)
@@ -53,7 +54,7 @@ class Source:
             return iter(items), made, human, "the generated catalogue"
         files = upstream.find_files(self.data, self.products)
         raw = upstream.read_products(files[0], self.products)
-        return raw, upstream.read_object(files[1]), upstream.read_object(files[2]), str(files[0])
+        return raw, upstream.read_object(files[1]), upstream.read_object(files[2], list), str(files[0])
 
 
 def _fingerprint(path: Path) -> bytes:
@@ -82,11 +83,14 @@ class Shop:
 
     def __init__(self, source: Source, kind: Kind, folder: Path) -> None:
         self.source, self.kind = source, kind
-        self.products: Records[Product] = Records(folder / "products.jsonl", Product)
-        self.goals: Records[Goal] = Records(folder / f"{kind}.jsonl", Goal)
-        self.search = search.Search(folder / "index", len(self.products))
-        self.marks = np.load(folder / f"{kind}-splits.npy", mmap_mode="r")
-        self.digest = json.loads((folder / "meta.json").read_text())["digest"]
+        with intact(folder, "delete it, it is built again"):
+            self.products: Records[Product] = Records(folder / "products.jsonl", Product)
+            self.goals: Records[Goal] = Records(folder / f"{kind}.jsonl", Goal)
+            self.search = search.Search(folder / "index", len(self.products))
+            self.marks = np.load(folder / f"{kind}-splits.npy", mmap_mode="r")
+            self.digest = str(json.loads((folder / "meta.json").read_text())["digest"])
+            if len(self.marks) != len(self.goals):
+                raise ValueError(f"{len(self.marks)} goals are split, there are {len(self.goals)}")
         self.train = np.flatnonzero(self.marks == SPLITS.index("train"))
         if not len(self.train):
             raise ValueError(f"no {kind} goals for the {len(self.products)} products of {source}.")
@@ -114,7 +118,8 @@ def open_shop(source: Source, kind: Kind) -> Shop:
 
 @lru_cache(maxsize=8)
 def _open(source: Source, kind: Kind) -> Shop:
-    return Shop(source, kind, built(cache_folder("webshop") / source.key(), partial(_build, source)))
+    folder = built(cache_folder("webshop") / source.key(), partial(_build, source))
+    return Shop(source, kind, folder)
 
 
 def _build(source: Source, folder: Path) -> None:
@@ -126,6 +131,7 @@ def _build(source: Source, folder: Path) -> None:
         arranged, marks = goals.arrange(goals.make_goals(products, kind, made, human))
         write_records(folder / f"{kind}.jsonl", arranged)
         np.save(folder / f"{kind}-splits.npy", marks)
-    search.build(map(search.document, products), folder / "index")
+    with intact(where, upstream.AGAIN):
+        search.build(map(search.document, products), folder / "index")
     digest = hashlib.blake2b(products.bytes, digest_size=12).hexdigest()
     (folder / "meta.json").write_text(json.dumps({"products": len(products), "digest": digest}))

@@ -10,6 +10,8 @@ from typing import Generic, TypeVar
 import numpy as np
 import orjson
 
+from verl_multiturn.errors import intact
+
 NO_LIMIT = 1_000_000.0  # dollars: the original's price limit of a goal that names none
 
 
@@ -80,6 +82,7 @@ class Records(Generic[Record]):
     """
 
     def __init__(self, path: Path, kind: type[Record], kept: int = 2048) -> None:
+        self.path = path
         self.starts = np.load(path.with_suffix(".npy"), mmap_mode="r")
         self.kind: Callable[..., Record] = kind
         with open(path, "rb") as file:
@@ -98,4 +101,5 @@ class Records(Generic[Record]):
         if not 0 <= number < len(self):
             raise IndexError(f"record {number} of {len(self)}")
         line = self.bytes[self.starts[number] : self.starts[number + 1]]
-        return self.kind(**orjson.loads(line))
+        with intact(self.path, "delete its folder, it is built again"):
+            return self.kind(**orjson.loads(line))

@@ -13,12 +13,15 @@ from typing import Any
 
 from environments.webshop_parts.records import Product
 from verl_multiturn.base_env import derive_seed
+from verl_multiturn.errors import intact
 
 SMALL = 1000
 PRODUCTS = ("items_shuffle_1000.json", "items_shuffle.json")
 MADE = ("items_ins_v2_1000.json", "items_ins_v2.json")
 HUMAN = "items_human_ins.json"
+TEXTS = ("asin", "title", "description", "category", "query", "path")
 NEEDED = ("asin", "name", "category", "query", "product_category")
+AGAIN = "download the original's file again"
 PRICE = re.compile(r"[^\d.]")
 
 
@@ -56,7 +59,9 @@ def read_products(path: Path, most: int | None) -> Iterator[dict[str, Any]]:
     Raises:
         ValueError: not a JSON list, or fewer entries than asked for.
     """
-    text, decoder = path.read_text(encoding="utf-8"), json.JSONDecoder()
+    with intact(path, AGAIN):
+        text = path.read_text(encoding="utf-8")
+    decoder = json.JSONDecoder()
     space = re.compile(r"[\s,]*")
     start, count = space.match(text).end(), 0  # type: ignore[union-attr]  # it matches nothing, too
     if text[start : start + 1] != "[":
@@ -68,27 +73,43 @@ def read_products(path: Path, most: int | None) -> Iterator[dict[str, Any]]:
             break
         try:
             product, at = decoder.raw_decode(text, at)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{path} is not JSON: {error}.") from None
+        except (json.JSONDecodeError, RecursionError) as error:
+            raise ValueError(f"{path} is not JSON: {error}; {AGAIN}.") from None
         yield product
         count += 1
     if most is not None and count < most:
         raise ValueError(f"{path} has {count} products, not {most}: set products={count} or less.")
 
 
-def read_object(path: Path) -> dict[str, Any]:
-    """A JSON object.
+def read_object(path: Path, kind: type = dict) -> dict[str, Any]:
+    """A JSON object; `kind` of its entries: a dict of what was made, or a list of what people wrote.
 
     Raises:
         ValueError: it is something else.
     """
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is not JSON: {error}.") from None
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is not JSON: {error}; {AGAIN}.") from None
     if not isinstance(found, dict):
         raise ValueError(f"{path} must be a JSON object, asin -> entry, not a {type(found).__name__}.")
+    for asin, entry in found.items():
+        some = entry if isinstance(entry, list) else [entry]
+        if not isinstance(entry, kind) or not all(map(_is_instruction, some)):
+            raise ValueError(f"{path}: the entry of {asin} is damaged; {AGAIN}.")
     return found
+
+
+def _is_instruction(one: Any) -> bool:
+    if not isinstance(one, Mapping):
+        return False
+    options = one.get("instruction_options") or []
+    lists = [one.get(name) or [] for name in ("attributes", "instruction_attributes")]
+    lists.append(list(options.values()) if isinstance(options, Mapping) else options)
+    wanted = isinstance(one.get("instruction", ""), str | None) and (one.get("instruction") or not lists[1])
+    return bool(wanted) and all(
+        isinstance(some, list) and all(isinstance(x, str) for x in some) for some in lists
+    )
 
 
 def clean(raw: Iterator[Mapping[str, Any]], made: Mapping[str, Any], where: str) -> Iterator[Product]:
@@ -99,13 +120,19 @@ def clean(raw: Iterator[Mapping[str, Any]], made: Mapping[str, Any], where: str)
     """
     seen: set[str] = set()
     for number, entry in enumerate(raw):
+        if not isinstance(entry, Mapping):
+            raise ValueError(f"product {number} of {where} is a {type(entry).__name__}; {AGAIN}.")
         if lacking := [name for name in NEEDED if name not in entry]:
             raise ValueError(f"product {number} of {where} has no {', '.join(lacking)}.")
-        asin = entry["asin"]
-        if asin == "nan" or len(asin) > 10 or asin in seen:
-            continue
-        seen.add(asin)
-        yield _product(entry, made.get(asin, {}).get("attributes") or [])
+        with intact(f"product {number} of {where}", AGAIN):
+            asin = entry["asin"]
+            if asin == "nan" or len(asin) > 10 or asin in seen:
+                continue
+            seen.add(asin)
+            product = _product(entry, made.get(asin, {}).get("attributes") or [])
+            if wrong := [name for name in TEXTS if not isinstance(getattr(product, name), str)]:
+                raise TypeError(f"{', '.join(wrong)} must be text")
+        yield product
 
 
 def _product(entry: Mapping[str, Any], attributes: list[str]) -> Product:
@@ -115,7 +142,7 @@ def _product(entry: Mapping[str, Any], attributes: list[str]) -> Product:
         asin=entry["asin"],
         title=entry["name"] or "",
         description=entry.get("full_description") or "",
-        features=[one for one in (features if isinstance(features, list) else [features]) if one],
+        features=[str(one) for one in (features if isinstance(features, list) else [features]) if one],
         category=entry["category"],
         query=entry["query"].lower().strip(),
         path=entry["product_category"],

@@ -139,6 +139,38 @@ def worst(length):
     return found
 
 
+def damaged(data, rng, flips=12):
+    """A file's bytes: cut off, bits flipped, replaced, empty, or somebody else's."""
+    yield b""
+    yield data[: len(data) // 2]
+    yield from (data[: rng.randrange(len(data))] for _ in range(4))
+    for _ in range(flips):
+        flipped = bytearray(data)
+        for _ in range(3):
+            flipped[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+        yield bytes(flipped)
+    yield from (b"[]", b"null", b"{}", b'"x"', b"\xff\xfe\x00", b'{"tasks": 3}', b"[" * 50_000)
+
+
+def changed(text, rng, count):
+    """JSON in which one thing at a time is missing, or something else."""
+    for _ in range(count):
+        root = [json.loads(text)]
+        holders, some = [], [root]
+        while some:
+            holder = some.pop()
+            if isinstance(holder, dict | list) and holder:
+                holders.append(holder)
+                some += holder.values() if isinstance(holder, dict) else holder
+        holder = rng.choice(holders)
+        key = rng.choice(list(holder) if isinstance(holder, dict) else range(len(holder)))
+        if isinstance(holder, dict) and rng.random() < 0.5:
+            del holder[key]
+        else:
+            holder[key] = rng.choice((None, 7, -1.5, [], {}, "", "x", [None], {"a": 1}, True))
+        yield json.dumps(root[0]).encode()
+
+
 def jsonable(found):
     """For a report."""
     return json.loads(json.dumps(found))

@@ -447,6 +447,46 @@ def test_a_server_that_never_answers_costs_one_trajectory(loop, config, monkeypa
         loop(said("win"), {"multiturn": {"episode_timeout": 0.3}})
 
 
+@pytest.mark.parametrize("token", [-1, -(2**40), 10**6, 2**63, "tokens"])
+@pytest.mark.parametrize("place", [0, 1])
+def test_a_token_that_does_not_exist_costs_one_trajectory(loop, config, tokens, token, place):
+    """Beyond the vocabulary or negative, in the first utterance or a later one: one sentence, one record."""
+    token = len(tokens) if token == "tokens" else token  # the first that is too large
+    good = tokens.encode("<answer>1</answer>", add_special_tokens=False)
+    last = loop([[*good, len(tokens) - 1], *said("win")])
+    assert last.outputs[0].reward_score >= 1  # the last that exists
+    file = Path(config.multiturn.run) / "failures.jsonl"
+    before = len(file.read_text().splitlines()) if file.exists() else 0
+    with pytest.raises(EnvironmentFailure, match=f"sampled token {token}, the tokenizer has those from 0 to"):
+        loop([*[good] * place, [*good, token], *said("win")])
+    lines = [json.loads(line) for line in file.read_text().splitlines()[before:]]
+    assert [line["turn"] for line in lines] == [place]
+    assert lines[0]["error"].startswith("the LLM server sampled token") and lines[0]["task"] == 3
+
+
+@pytest.mark.parametrize("wrong", [[], [0.0], [float("nan")] * 40])
+def test_log_probabilities_that_do_not_fit_cost_one_trajectory(loop, monkeypatch, wrong):
+    server_class = type(loop(said("win")).server)
+    real = server_class.generate
+
+    async def generate(self, **given):
+        out = await real(self, **given)
+        out.log_probs = wrong[: len(out.token_ids)]
+        return out
+
+    monkeypatch.setattr(server_class, "generate", generate)
+    with pytest.raises(EnvironmentFailure, match=r"the LLM server gave \d+ log-probabilities for \d+ tokens"):
+        loop(said("win"))
+
+
+@both
+def test_an_empty_utterance_is_an_invalid_turn(loop, row):
+    """The server stopped at once: a turn without tokens, and the episode goes on."""
+    played = loop([[], *said("win")], {"multiturn": {"row": row}})
+    turns = [turn for output in played.outputs for turn in output.extra_fields["turns"]]
+    assert [turn["valid"] for turn in turns] == [False, True] and turns[0]["span"][0] == turns[0]["span"][1]
+
+
 def test_an_environment_that_blocks_is_recorded_with_its_seconds(loop, config):
     change = {"multiturn": {"env": f"{ODD}:Odd", "step_timeout": 0.2}}
     with pytest.raises(EnvironmentFailure, match=r"took longer than 0\.2 s"):

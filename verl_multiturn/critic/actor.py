@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 
 from verl_multiturn.columns import Floats
-from verl_multiturn.critic.arrays import Arrays, read_arrays, under, write_arrays
+from verl_multiturn.critic.arrays import EARLIER, Arrays, read_arrays, under, write_arrays
 from verl_multiturn.critic.config import ArcherConfig, CriticConfig
 from verl_multiturn.critic.replay import Transition, pack_json, unpack_json
 from verl_multiturn.critic.utterance import UtteranceCritic
-from verl_multiturn.errors import RunStopped
+from verl_multiturn.errors import RunStopped, intact
 
 FILE = "utterance_critic.npz"  # beside verl's own files in the folder of a checkpoint
 START_SECONDS = 600.0
@@ -117,15 +117,15 @@ class CriticActor:
             ValueError: no such file, or of another critic.
         """
         arrays = read_arrays(path)
-        self.critic.load_state_dict(under("critic", arrays))
-        mine = under("actor", arrays)
-        meta, ids = unpack_json(mine["meta"]), mine["prompt"].tolist()
-        ends = [0, *mine["prompt_ends"].tolist()]
-        self.prompts = {
-            state: ids[start:stop] for state, start, stop in zip(meta["states"], ends, ends[1:], strict=False)
-        }
-        self.version, self.fresh = meta["version"], meta["fresh"]
-        self._rng.bit_generator.state = meta["rng"]
+        with intact(path, EARLIER):
+            self.critic.load_state_dict(under("critic", arrays))
+            mine = under("actor", arrays)
+            meta, ids = unpack_json(mine["meta"]), mine["prompt"].tolist()
+            ends = [0, *mine["prompt_ends"].tolist()]
+            spans = zip(meta["states"], ends, ends[1:], strict=False)
+            self.prompts = {state: ids[start:stop] for state, start, stop in spans}
+            self.version, self.fresh = meta["version"], meta["fresh"]
+            self._rng.bit_generator.state = meta["rng"]
 
 
 class RemoteCritic:

@@ -9,6 +9,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from verl_multiturn.errors import intact
+
+EARLIER = "go on from an earlier one (trainer.resume_mode=resume_path, trainer.resume_from_path=FOLDER)"
 Arrays = dict[str, npt.NDArray[Any]]
 
 
@@ -24,15 +27,15 @@ def write_arrays(path: str | Path, arrays: Mapping[str, npt.NDArray[Any]]) -> No
         part.unlink(missing_ok=True)
 
 
-def read_arrays(path: str | Path) -> Arrays:
-    """Read what `write_arrays` wrote.
+def read_arrays(path: str | Path, cure: str = EARLIER) -> Arrays:
+    """Read what `write_arrays` wrote; `cure`: what to do where it cannot be.
 
     Raises:
         ValueError: the file is none of it.
     """
     if not zipfile.is_zipfile(path):
-        raise ValueError(f"{path} is no file that a critic saved.")
-    with np.load(path, allow_pickle=False) as file:
+        raise ValueError(f"{path} is no file that a critic saved: {cure}.")
+    with intact(path, cure), np.load(path, allow_pickle=False) as file:
         return dict(file)
 
 

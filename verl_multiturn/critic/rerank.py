@@ -17,11 +17,13 @@ from verl_multiturn.critic.offline import rerank
 from verl_multiturn.critic.replay import history
 from verl_multiturn.critic.utterance import UtteranceCritic
 from verl_multiturn.env import derive_seed
+from verl_multiturn.errors import intact
 from verl_multiturn.rollout.episode import Episode, Sample
 from verl_multiturn.rollout.layouts import NextPrompt
 from verl_multiturn.rollout.prompts import View
 
 ARRAYS, CONFIG = "critic.npz", "critic.json"
+AGAIN = "verl-multiturn offline writes it again"
 
 
 @dataclass
@@ -76,14 +78,13 @@ def load_critic(folder: str | Path) -> tuple[UtteranceCritic, int | None]:
         ValueError: there is none.
     """
     path = Path(folder)
-    try:
-        about = json.loads((path / CONFIG).read_text(encoding="utf-8"))
-    except OSError:
+    if not (path / CONFIG).is_file():
         raise ValueError(
             f"no critic in {path}: it has no {CONFIG}; verl-multiturn offline writes one with its model"
-        ) from None
-    with warnings.catch_warnings():
+        )
+    with intact(path / CONFIG, AGAIN), warnings.catch_warnings():
         warnings.simplefilter("ignore", FixedPointWarning)  # said when it was fitted, if it was to be said
-        critic = UtteranceCritic(CriticConfig(**about["config"]))
-    critic.load(path / ARRAYS)
-    return critic, about["limit"]
+        about = json.loads((path / CONFIG).read_text(encoding="utf-8"))
+        critic, limit = UtteranceCritic(CriticConfig(**about["config"])), about["limit"]
+    critic.load(path / ARRAYS, AGAIN)
+    return critic, limit

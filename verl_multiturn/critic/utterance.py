@@ -25,10 +25,11 @@ import torch
 from torch.nn import functional as F
 
 from verl_multiturn.columns import Floats
-from verl_multiturn.critic.arrays import Arrays, read_arrays, under, write_arrays
+from verl_multiturn.critic.arrays import EARLIER, Arrays, read_arrays, under, write_arrays
 from verl_multiturn.critic.config import CriticConfig, FixedPointWarning
 from verl_multiturn.critic.encoders import Encoder, make_encoder
 from verl_multiturn.critic.replay import Replay, Transition, pack_json, unpack_json
+from verl_multiturn.errors import intact
 
 Tensor = torch.Tensor
 Utterances = Mapping[str, Sequence[str]]  # state -> utterances of the current policy there
@@ -247,13 +248,15 @@ class UtteranceCritic:
         """Write the `state_dict` to one .npz file, which appears when it is complete."""
         write_arrays(path, self.state_dict())
 
-    def load(self, path: str | Path) -> None:
-        """Read what `save` wrote; nothing in the file is executed.
+    def load(self, path: str | Path, cure: str = EARLIER) -> None:
+        """Read what `save` wrote; nothing in the file is executed. `cure`: what to do where it cannot be.
 
         Raises:
             ValueError: as `load_state_dict`, or a file that is none of `save`.
         """
-        self.load_state_dict(read_arrays(path))
+        arrays = read_arrays(path, cure)
+        with intact(path, cure):
+            self.load_state_dict(arrays)
 
     def _step(self, utterances: Utterances) -> dict[str, float]:
         """One optimizer step and, when due, one Polyak step; its metrics."""

@@ -4,6 +4,7 @@ Registered by import; `actor_rollout_ref.model.external_lib` names this module, 
 """
 
 import json
+import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ from verl_multiturn.rollout.continuations import Vines
 from verl_multiturn.rollout.episode import Episode, Sample, Task
 from verl_multiturn.rollout.layouts import LAYOUTS, Limits
 from verl_multiturn.rollout.parsing import ActionFormat
-from verl_multiturn.rollout.pool import EnvPool
+from verl_multiturn.rollout.pool import EnvironmentFailure, EnvPool
 from verl_multiturn.rollout.prompts import Messages, Prompt, PromptPolicy, View, prompt_policy
 from verl_multiturn.rollout.rows import to_outputs
 from verl_multiturn.rollout.vine import VineEpisode
@@ -88,6 +89,31 @@ def first_prompt(config: DictConfig, tokenizer: Any) -> Prompt:
     return rollout.policy.fit(view, encode, rollout.limits.max_prompt_tokens)
 
 
+def to_sample(out: Any, vocabulary: int) -> Sample:
+    """What verl's LLM server sampled, as long as it can be trained on.
+
+    Args:
+        out: verl's TokenOutput.
+        vocabulary: tokens of the tokenizer; verl's servers sample no others.
+
+    Raises:
+        EnvironmentFailure: a token that does not exist, or log-probabilities that do not fit the tokens.
+    """
+    ids, log_probs = list(out.token_ids), None if out.log_probs is None else list(out.log_probs)
+    for token in ids:
+        if not 0 <= token < vocabulary:
+            raise EnvironmentFailure(
+                f"the LLM server sampled token {token}, the tokenizer has those from 0 to {vocabulary - 1}: "
+                "the server runs another model, or one whose output layer is larger than its tokenizer"
+            )
+    if log_probs is not None and (len(log_probs) != len(ids) or any(map(math.isnan, log_probs))):
+        raise EnvironmentFailure(
+            f"the LLM server gave {len(log_probs)} log-probabilities for {len(ids)} tokens, "
+            f"{sum(map(math.isnan, log_probs))} of them no number: its weights may have become NaN"
+        )
+    return Sample(ids, log_probs, dict(out.extra_fields))
+
+
 _rollouts: dict[int, Rollout] = {}  # by the id of the worker's configuration, which lives as long as it
 
 
@@ -110,6 +136,7 @@ class MultiTurnLoop(AgentLoopBase):  # type: ignore[misc]
             **kwargs: the columns of `EnvDataset`, and verl's uid, session_id and global_steps.
         """
         request_id = uuid4().hex  # one for all turns: they share a server and its prefix cache
+        vocabulary = len(self.tokenizer)
 
         async def generate(prompt_ids: list[int], max_tokens: int, seed: int | None) -> Sample:
             params = {**sampling_params, "max_tokens": max_tokens}
@@ -118,8 +145,7 @@ class MultiTurnLoop(AgentLoopBase):  # type: ignore[misc]
             out = await self.server_manager.generate(
                 request_id=request_id, prompt_ids=prompt_ids, sampling_params=params
             )
-            log_probs = None if out.log_probs is None else list(out.log_probs)
-            return Sample(list(out.token_ids), log_probs, dict(out.extra_fields))
+            return to_sample(out, vocabulary)
 
         shared, chat = self.rollout, self.continuous_token_builder
         layout = LAYOUTS[self.settings["row"]]

@@ -29,6 +29,7 @@ from typing import Any
 import numpy as np
 
 from verl_multiturn.columns import Floats
+from verl_multiturn.errors import intact
 from verl_multiturn.search import q_model
 from verl_multiturn.search.fit_data import FitConfig, Row, rows_of
 from verl_multiturn.search.q_model import QSpec, Tokens
@@ -183,7 +184,8 @@ class Fitting:
         parts = [repr((self.spec, [(row.prompt, row.win, row.lose) for row in rows]))]
         key = f"{split}_{hashlib.blake2b(''.join(parts).encode(), digest_size=8).hexdigest()}"
         path = self.out / REFERENCE
-        kept = dict(np.load(path)) if path.exists() else {}
+        with intact(path, "delete it, it is computed again"):
+            kept = dict(np.load(path)) if path.exists() else {}
         if key not in kept:
             both = [(row.prompt, answer) for row in rows for answer in (row.win, row.lose)]
             size = 2 * self.config.micro

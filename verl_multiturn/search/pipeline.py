@@ -24,6 +24,7 @@ import pandas as pd
 from omegaconf import DictConfig, OmegaConf
 
 from verl_multiturn.compose import plain
+from verl_multiturn.errors import intact
 from verl_multiturn.search.compare import costs, evaluate_rule, print_costs
 from verl_multiturn.search.fit import REFERENCE, fit
 from verl_multiturn.search.fit_data import FitConfig
@@ -183,7 +184,8 @@ class Pipeline:
 
     def _stages(self) -> dict[str, Any]:
         path = self.folder / STAGES
-        return dict(json.loads(path.read_text())) if path.exists() else {}
+        with intact(path, "delete it, and the stages are done again"):
+            return dict(json.loads(path.read_text())) if path.exists() else {}
 
 
 def _records(folder: Path) -> list[dict[str, Any]]:

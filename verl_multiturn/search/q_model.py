@@ -17,11 +17,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from verl_multiturn.algorithms.registry import Config
-from verl_multiturn.errors import unknown
+from verl_multiturn.errors import intact, unknown
 from verl_multiturn.rollout.prompts import Messages
 from verl_multiturn.search.scorers import LogProbs, TransformersLogProbs, VLLMLogProbs
 
 ABOUT, HEAD = "q_model.json", "head.safetensors"
+AGAIN = "fit it again with verl-multiturn fit-q"
 BACKENDS = ("transformers", "vllm")
 Loss = Literal["dpo", "bradley_terry", "regression"]
 
@@ -155,7 +156,8 @@ def read_spec(folder: str | Path) -> QSpec:
     path = Path(folder).expanduser() / ABOUT
     if not path.is_file():
         raise ValueError(f"{folder} holds no Q model: fit one with verl-multiturn fit-q PAIRS --out {folder}")
-    return QSpec(**json.loads(path.read_text()))
+    with intact(path, AGAIN):
+        return QSpec(**json.loads(path.read_text()))
 
 
 def write_spec(folder: Path, spec: QSpec) -> None:
@@ -201,7 +203,9 @@ def load_q_model(folder: str | Path, backend: str = "transformers", **engine: An
 def _adapted(folder: str, spec: QSpec, tokenizer: Any) -> Any:
     from verl_multiturn.samplers import load_model
 
-    return peft().PeftModel.from_pretrained(load_model(spec.reference, tokenizer)[0], folder).eval()
+    package, model = peft(), load_model(spec.reference, tokenizer)[0]
+    with intact(folder, AGAIN):
+        return package.PeftModel.from_pretrained(model, folder).eval()
 
 
 def peft() -> Any:
@@ -232,5 +236,6 @@ def load_head(folder: Path, model: Any) -> Any:
     from safetensors.torch import load_file
 
     head = new_head(model)
-    head.load_state_dict(load_file(folder / HEAD))
+    with intact(folder / HEAD, AGAIN):
+        head.load_state_dict(load_file(folder / HEAD))
     return head
