@@ -1,11 +1,11 @@
 """Everything about reliability that is counted, and results/reliability.md out of it.
 
-    PYTHONPATH=. python tests/bench/reliability.py [--only PART ...] [--crashes FOLDER] [--gigabytes 10]
+    PYTHONPATH=. python tests/bench/reliability.py [--only PART ...] [--crashes FOLDER] [--gigabytes 1 3 10]
 
 Parts: outputs (fuzzed model outputs), growth (time of parsers against length), loop (trajectories
-through the agent loop), advantages, folder (a large run). The kills are `crashes.py`'s, which takes
-hours beside other work; --crashes names its folder. Figures are kept in results/bench/reliability.json,
-so that parts may be run one at a time.
+through the agent loop), memory (ten steps of it), advantages, folder (a large run). The kills are
+`crashes.py`'s, which takes hours beside other work; --crashes names its folder. Figures are kept in
+results/bench/reliability.json, so that parts may be run one at a time.
 """
 
 import argparse
@@ -14,26 +14,27 @@ import gc
 import json
 import math
 import os
+import resource
 import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
 from pathlib import Path
 
 import bench_advantages
 import fuzz
 from bench_rollout import LIMITS, Coroutines
+from reliability_page import TURNS, page
 from simulated import FORM, UTTERANCE, Chat, Server
 
 from verl_multiturn.env import Env
+from verl_multiturn.rollout import garbage
 from verl_multiturn.rollout.episode import Episode, Sample, Task
 from verl_multiturn.rollout.layouts import LAYOUTS
 
 ROOT = Path(__file__).parents[2]
 FIGURES, PAGE = ROOT / "results" / "bench" / "reliability.json", ROOT / "results" / "reliability.md"
 HERE = f"{Path(__file__).resolve()}:Thirty"
-TURNS = 30
 
 
 class Thirty(Env):
@@ -96,37 +97,43 @@ def growth(given):
 
 
 def loop(given):
-    """CPU seconds of four sizes, and the memory after each of ten steps of the largest."""
+    """CPU seconds of four sizes, as garbage is collected now and by Python's own thresholds, in turns."""
+    sizes = [given.trajectories // part for part in (8, 4, 2, 1)]
+    cpu, turns = {"ours": [], "python": []}, 0
 
     async def go():
+        nonlocal turns
         side = Rollout(Server(scale=0))
         await side.rollout(range(64))
-        sizes = [
-            given.trajectories // 8,
-            given.trajectories // 4,
-            given.trajectories // 2,
-            given.trajectories,
-        ]
-        cpu, memory, turns = [], [], 0
+        ours = garbage.THRESHOLDS
         for size in sizes:
-            began = time.process_time()
-            turns += await side.rollout(range(size))
-            cpu.append(time.process_time() - began)
+            for name, thresholds in (("python", gc.get_threshold()), ("ours", ours)):
+                garbage.THRESHOLDS = thresholds
+                began = time.process_time()
+                turns += await side.rollout(range(size))
+                cpu[name].append(time.process_time() - began)
+        side.server.task.cancel()
+
+    asyncio.run(go())
+    exponents = {name: slope(sizes, seconds) for name, seconds in cpu.items()}
+    return {"sizes": sizes, "cpu_seconds": cpu, "exponent": exponents, "turns": turns}
+
+
+def memory(given):
+    """The memory after each of ten steps of the same size, and the highest in between."""
+
+    async def go():
+        side, after, turns = Rollout(Server(scale=0)), [], 0
         for _ in range(10):
             turns += await side.rollout(range(given.trajectories))
             assert turns % TURNS == 0, "an episode was cut"
             gc.collect()
-            memory.append(rss())
+            after.append(rss())
         side.server.task.cancel()
-        return {
-            "sizes": sizes,
-            "cpu_seconds": cpu,
-            "exponent": slope(sizes, cpu),
-            "rss_mb": memory,
-            "turns": turns,
-        }
+        return {"trajectories": given.trajectories, "rss_mb": after, "turns": turns}
 
-    return asyncio.run(go())
+    found = asyncio.run(go())
+    return found | {"highest_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024}
 
 
 def advantages(given):
@@ -148,39 +155,52 @@ import resource, sys, time
 from verl_multiturn.runs import Run
 base = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 run, turns = Run(sys.argv[1]), 0
+read = getattr(run, sys.argv[2])
 for step in run.steps("train"):
-    for one in run.trajectories("train", step):
+    for one in read("train", step):
         turns += len(one["turns"])
 print(turns, base // 1024, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024, time.process_time())
 """
 
 
 def folder(given):
-    """A run of so many gigabytes (its text repeats, so that it takes less on the disk), read whole."""
+    """Runs of so many gigabytes, read whole: a step at a time, and a trajectory at a time."""
+    return [_folder(gigabytes) for gigabytes in given.gigabytes]
+
+
+def _folder(gigabytes):
+    """One of them; its text repeats, so that it takes less on the disk."""
     from verl_multiturn.runs import RunWriter
 
     text = "You are in a room. " * 200
     turn = {"observation": text, "prompt": text, "text": "go", "action_ids": [7] * 30, "reward": 0.0}
     record = {"turns": [turn | {"index": t} for t in range(TURNS)]}
     size = len(json.dumps(record))
-    per_step, steps = 256, max(1, round(given.gigabytes * 1e9 / size / 256))
+    per_step, steps = 256, max(1, round(gigabytes * 1e9 / size / 256))
+    began = time.process_time()
     with tempfile.TemporaryDirectory() as place:
         with RunWriter(place) as writer:
             for step in range(steps):
                 writer.trajectories("train", step, [record | {"trajectory": n} for n in range(per_step)])
+        written = time.process_time() - began
         packed = sum(path.stat().st_size for path in Path(place).rglob("*.zst"))
-        done = subprocess.run(
-            [sys.executable, "-c", READ, place], capture_output=True, text=True, check=True, cwd=ROOT
-        )
-    turns, base, most, seconds = map(float, done.stdout.split())
-    assert turns == steps * per_step * TURNS
+        most, cpu = {}, {}
+        for how in ("trajectories", "each"):
+            command = [sys.executable, "-c", READ, place, how]
+            done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
+            turns, base, most[how], cpu[how] = map(float, done.stdout.split())
+            assert turns == steps * per_step * TURNS
     return {
         "unpacked_gb": size * per_step * steps / 1e9, "packed_gb": packed / 1e9, "steps": steps,
-        "step_mb": size * per_step / 1e6, "base_mb": base, "most_mb": most, "cpu_seconds": seconds,
+        "step_mb": size * per_step / 1e6, "base_mb": base, "most_mb": most, "cpu_seconds": cpu,
+        "writing_cpu_seconds": written,
     }  # fmt: skip
 
 
-PARTS = {"outputs": outputs, "growth": growth, "loop": loop, "advantages": advantages, "folder": folder}
+PARTS = {
+    "outputs": outputs, "growth": growth, "loop": loop, "memory": memory, "advantages": advantages,
+    "folder": folder,
+}  # fmt: skip
 
 
 def kills(place):
@@ -191,102 +211,13 @@ def kills(place):
             "audit": json.loads(audit.read_text()) if audit.exists() else None}  # fmt: skip
 
 
-def page(found):
-    """The figures as text."""
-    out = [
-        "# Reliability",
-        "",
-        "Written by `python tests/bench/reliability.py`; figures: bench/reliability.json.",
-        "",
-    ]
-    if one := found.get("outputs"):
-        readers = one["readers"]
-        tries, bad = sum(r["texts"] for r in readers.values()), sum(r["exceptions"] for r in readers.values())
-        each = next(iter(readers.values()))["texts"]
-        out += [
-            "## Model outputs",
-            "",
-            f"{each:,} fuzzed texts through each of {len(readers)} readers ({', '.join(readers)}): {tries:,} "
-            f"tries, {bad} exceptions.",
-            "",
-        ]
-    if one := found.get("growth"):
-        name, worst = max(one["parsers"].items(), key=lambda pair: pair[1]["times"])
-        out += [
-            f"CPU time of four times the length ({one['length']:,} to {4 * one['length']:,} characters of "
-            f"one opening after another): at most {worst['times']:.1f} times ({name}, "
-            f"{worst['text']!r}); 4 is "
-            "linear, 16 quadratic; below 0.2 ms it is not told.",
-            "",
-        ]
-    if one := found.get("loop"):
-        cpu = [round(seconds, 1) for seconds in one["cpu_seconds"]]
-        out += [
-            "## Load",
-            "",
-            f"Agent loop, {TURNS} turns a trajectory, a server that answers at once: {one['turns']:,} turns; "
-            f"CPU seconds for {one['sizes']} trajectories: {cpu}, exponent {one['exponent']:.2f}. "
-            f"Memory after each of ten steps of {one['sizes'][-1]:,} trajectories, MB: "
-            f"{', '.join(f'{mb:.0f}' for mb in one['rss_mb'])}.",
-            "",
-        ]
-    if one := found.get("advantages"):
-        out += [
-            f"GiGPO's advantages, lists to numbers: CPU seconds for {one['rows']} turns: "
-            f"{[round(s, 4) for s in one['cpu_seconds']]}, exponent {one['exponent']:.2f}.",
-            "",
-        ]
-    if one := found.get("folder"):
-        out += [
-            f"A run folder of {one['unpacked_gb']:.2f} GB unpacked ({one['packed_gb']:.3f} GB on "
-            "the disk, "
-            f"{one['steps']} steps of {one['step_mb']:.0f} MB), read whole: at most "
-            f"{one['most_mb']:.0f} MB of "
-            f"memory ({one['base_mb']:.0f} before), {one['cpu_seconds']:.0f} s.",
-            "",
-        ]
-    if one := found.get("kills"):
-        out += [*_kills(one)]
-    return "\n".join(out).rstrip() + "\n"
-
-
-def _kills(one):
-    tries = one["tries"]
-    out = [
-        "## Processes killed (SIGKILL) at a random moment",
-        "",
-        "| target | tries | went on | stopped | hung | slowest, s | without a sentence | left behind |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- |",
-    ]
-    for target in dict.fromkeys(line["target"] for line in tries):
-        mine = [line for line in tries if line["target"] == target]
-        ends = Counter(line["outcome"] for line in mine)
-        mute = sum(line["outcome"] == "stops" and not line["sentence"] for line in mine)
-        left = sum(bool(line["left"]) for line in mine)
-        slowest = max(line["seconds"] for line in mine)
-        out.append(
-            f"| {target} | {len(mine)} | {ends['continues']} | {ends['stops']} | {ends['hangs']} | "
-            f"{slowest:g} | {mute} | {left} |"
-        )
-    out += [
-        "",
-        f"{len(tries)} tries in all. A killed driver cannot say anything: the next start and "
-        "`verl-multiturn doctor RUN` do.",
-        "",
-    ]
-    out += [f"* {line['target']}: {line['note']}" for line in tries if "note" in line]
-    if audit := one["audit"]:
-        out += ["After the last of them:", "", *(f"* {name}: {value}" for name, value in audit.items()), ""]
-    return out
-
-
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="+", choices=PARTS, help="default: all parts")
     parser.add_argument("--crashes", type=Path, help="folder of crashes.py")
     parser.add_argument("--texts", type=int, default=100_000)
     parser.add_argument("--trajectories", type=int, default=4096)
-    parser.add_argument("--gigabytes", type=float, default=10.0)
+    parser.add_argument("--gigabytes", type=float, nargs="+", default=[1.0, 3.0, 10.0])
     given = parser.parse_args()
     found = json.loads(FIGURES.read_text()) if FIGURES.exists() else {}
     for name in given.only or PARTS:

@@ -1,0 +1,133 @@
+"""results/reliability.md out of the figures of reliability.py."""
+
+from collections import Counter
+
+TURNS = 30  # of a trajectory in the load
+
+
+def page(found):
+    """The figures as text."""
+    out = [
+        "# Reliability",
+        "",
+        "Written by `python tests/bench/reliability.py`; figures: bench/reliability.json.",
+        "",
+    ]
+    if one := found.get("outputs"):
+        readers = one["readers"]
+        tries, bad = sum(r["texts"] for r in readers.values()), sum(r["exceptions"] for r in readers.values())
+        each = next(iter(readers.values()))["texts"]
+        out += [
+            "## Model outputs",
+            "",
+            f"{each:,} fuzzed texts through each of {len(readers)} readers ({', '.join(readers)}): {tries:,} "
+            f"tries, {bad} exceptions.",
+            "",
+        ]
+    if one := found.get("growth"):
+        name, worst = max(one["parsers"].items(), key=lambda pair: pair[1]["times"])
+        out += [
+            f"CPU time of four times the length ({one['length']:,} to {4 * one['length']:,} characters of "
+            f"one opening after another): at most {worst['times']:.1f} times ({name}, "
+            f"{worst['text']!r}); 4 is "
+            "linear, 16 quadratic; below 0.2 ms it is not told.",
+            "",
+        ]
+    if one := found.get("loop"):
+        out += ["## Load", "", *_loop(one, found.get("memory"), found.get("loop_before"))]
+    if one := found.get("advantages"):
+        out += [
+            f"GiGPO's advantages, lists to numbers: CPU seconds for {one['rows']} turns: "
+            f"{[round(s, 4) for s in one['cpu_seconds']]}, exponent {one['exponent']:.2f}.",
+            "",
+        ]
+    if one := found.get("folder"):
+        out += [
+            "Run folders read whole, in one process; memory in MB and CPU seconds, by step (Run."
+            "trajectories) and by trajectory (Run.each).",
+            "",
+            "| GB unpacked | steps | MB a step | before | by step | by trajectory | s | s |",
+            "| --- |" + " --- |" * 7,
+        ]
+        for point in one:
+            most, cpu = point["most_mb"], point["cpu_seconds"]
+            out.append(
+                f"| {point['unpacked_gb']:.2f} | {point['steps']} | {point['step_mb']:.0f} | "
+                f"{point['base_mb']:.0f} | {most['trajectories']:.0f} | {most['each']:.0f} | "
+                f"{cpu['trajectories']:.1f} | {cpu['each']:.1f} |"
+            )
+        out.append("")
+    if one := found.get("kills"):
+        out += [*_kills(one)]
+    return "\n".join(out).rstrip() + "\n"
+
+
+def _loop(one, memory, before):
+    """Load: now and by Python's own thresholds, and what was measured before they were changed."""
+
+    def row(name, sizes, cpu, exponent):
+        return f"| {name} | {' | '.join(f'{s:.1f}' for s in cpu)} | {exponent:.2f} |"
+
+    def megabytes(values):
+        return ", ".join(f"{mb:.0f}" for mb in values)
+
+    out = [
+        f"Agent loop, {TURNS} turns a trajectory, a server that answers at once; CPU seconds by the number "
+        "of trajectories in flight, and their exponent. Both ways take turns in one run.",
+        "",
+        f"| garbage collected | {' | '.join(f'{size:,}' for size in one['sizes'])} | exponent |",
+        "| --- |" + " --- |" * (len(one["sizes"]) + 1),
+    ]
+    names = {"ours": "seldom (rollout/garbage.py)", "python": "by Python's thresholds, in the same run"}
+    for name, label in names.items():
+        out.append(row(label, one["sizes"], one["cpu_seconds"][name], one["exponent"][name]))
+    if before:
+        label = "by Python's thresholds, the earlier run"
+        out.append(row(label, before["sizes"], before["cpu_seconds"], before["exponent"]))
+    out += [
+        "",
+        "What grew with the square were full collections: their number grows with the turns played, and each "
+        "walks through every token of every prompt that is alive. Without them the time of a trajectory is "
+        "the same at every size.",
+        "",
+    ]
+    if memory:
+        out += [
+            f"Memory after each of ten steps of {memory['trajectories']:,} trajectories, MB: "
+            f"{megabytes(memory['rss_mb'])}; at most {memory['highest_mb']:.0f} during a step. Before: "
+            f"{megabytes(before['rss_mb']) if before else 'not measured'}. That was mostly free blocks that "
+            "malloc kept, in a part for each thread that builds prompts; the rise was such a part that had "
+            "its most in a later step. They are returned now when the last episode has ended.",
+            "",
+        ]
+    return out
+
+
+def _kills(one):
+    tries = one["tries"]
+    out = [
+        "## Processes killed (SIGKILL) at a random moment",
+        "",
+        "| target | tries | went on | stopped | hung | slowest, s | without a sentence | left behind |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for target in dict.fromkeys(line["target"] for line in tries):
+        mine = [line for line in tries if line["target"] == target]
+        ends = Counter(line["outcome"] for line in mine)
+        mute = sum(line["outcome"] == "stops" and not line["sentence"] for line in mine)
+        left = sum(bool(line["left"]) for line in mine)
+        slowest = max(line["seconds"] for line in mine)
+        out.append(
+            f"| {target} | {len(mine)} | {ends['continues']} | {ends['stops']} | {ends['hangs']} | "
+            f"{slowest:g} | {mute} | {left} |"
+        )
+    out += [
+        "",
+        f"{len(tries)} tries in all. A killed driver cannot say anything: the next start and "
+        "`verl-multiturn doctor RUN` do.",
+        "",
+    ]
+    out += [f"* {line['target']}: {line['note']}" for line in tries if "note" in line]
+    if audit := one["audit"]:
+        out += ["After the last of them:", "", *(f"* {name}: {value}" for name, value in audit.items()), ""]
+    return out
