@@ -148,6 +148,7 @@ REFUSED = {
     "ArCHer's replay": ([*ARCHER, "multiturn.critic.capacity=100"], "must be at least batch=256"),
     "ArCHer's discount": ([*ARCHER, "multiturn.critic.gamma=2"], "gamma must be in [0, 1], not 2"),
     "ArCHer's updates": ([*ARCHER, "multiturn.archer.updates=0"], "updates=0 must be a whole number"),
+    "ArCHer's baseline": ([*ARCHER, "multiturn.archer.token_baseline=1"], "must be true or false"),
     "ArCHer and verl's critic": ([*ARCHER, "critic.enable=true"], "contradicts multiturn.algorithm=archer"),
     "ArCHer's GPU": ([*ARCHER, "multiturn.critic.gpus=0.7"], "gpus=0.7 exceeds 0.6"),
     "ArCHer's GPU on a CPU": ([CPU, *ARCHER, "multiturn.critic.gpus=0.2"], "on trainer.device=cpu: use 0"),
@@ -332,6 +333,16 @@ def prepared(composed):
 def test_what_follows_from_the_algorithm(prepared, algorithm, estimator, critic):
     config = prepared(CPU, f"multiturn.algorithm={algorithm}")
     assert (config.algorithm.adv_estimator, config.critic.enable) == (estimator, critic)
+
+
+def test_the_baseline_of_archer_is_verls_critic(prepared):
+    baseline = (CPU, *ARCHER, "multiturn.archer.token_baseline=true")
+    config = prepared(*baseline)
+    assert config.critic.enable is True
+    assert config.critic.model.path == config.actor_rollout_ref.model.path
+    assert prepared(*baseline, "critic.enable=true").critic.enable is True
+    with pytest.raises(ValueError, match=r"contradicts multiturn\.algorithm=archer, which needs a"):
+        prepared(*baseline, "critic.enable=false")
 
 
 def test_what_follows_from_verls_algorithms(prepared):

@@ -1,7 +1,9 @@
 """ArCHer's part of a training step: in-memory TransferQueue, critic without Ray, scripted policy."""
 
+import json
 import math
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -12,6 +14,7 @@ pytest.importorskip("transfer_queue")
 
 import torch
 from tensordict import NonTensorStack, TensorDict
+from verl.trainer.ppo.core_algos import agg_loss, compute_value_loss
 from verl.trainer.ppo.padding_utils import upsample_batch_to_divisible_size
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 from verl.trainer.ppo.v1.utils import MetricsAggregator
@@ -23,6 +26,7 @@ from verl_multiturn.critic.config import archer_config, critic_config
 from verl_multiturn.errors import RunStopped
 from verl_multiturn.trainer import MultiTurnTrainer
 
+VECTORS = json.loads((Path(__file__).parent / "data" / "archer_vectors.json").read_text())
 SMALL = [
     "hardware=cpu", "multiturn.critic.min_size=2", "multiturn.critic.batch=8", "multiturn.archer.updates=2",
     "multiturn.seeded=true", "multiturn.critic.hidden=8",
@@ -236,6 +240,74 @@ def test_an_actor_is_not_trained_on_what_the_critic_does_not_know(trainer, queue
         trainer._compute_advantage(batch, metrics)
 
 
+# ------------------------------------------------------------------------------- baseline of each token
+
+
+def with_baseline(trainer, queue, batch, values):
+    """As after verl's `_compute_values`: a value before each token, padding rows included."""
+    queue.kv_batch_put(
+        batch.keys, "train", TensorDict({"values": jagged(*values)}, batch_size=len(batch.keys))
+    )
+    trainer.archer = replace(trainer.archer, token_baseline=True)
+    return batch
+
+
+def test_a8_the_baseline_and_what_verl_learns_of_it(trainer, queue):
+    """The vector's numbers with verl's own losses; the second utterance is a token shorter."""
+    expected = VECTORS["A8 token baseline"]
+    mask = [[1, 1, 1], [1, 1, 0]]
+    batch = put(
+        queue, {"u_0_0": (mask[0], fields(0.0, 0, 0.0, "a")), "u_1_0": (mask[1], fields(0.0, 0, 0.0, "b"))}
+    )
+    b = [[0.3, 0.35, 0.38], [-0.1, -0.15, 7.0]]
+    credit, metrics = jagged([0.4] * 3, [-0.2, -0.2, 0.0]), {}
+    trainer._put_credit(with_baseline(trainer, queue, batch, b), metrics, credit, jagged(*b))
+    found = tokens(queue, batch, "advantages")
+    residual = [row[:3] for row in expected["residual"]]
+    np.testing.assert_allclose([found["u_0_0"], found["u_1_0"]], residual, atol=1e-6)
+    assert found["u_1_0"][2] == 0, "outside of utterances there is no credit"
+    returns = tokens(queue, batch, "returns")
+    assert returns["u_0_0"] == pytest.approx([0.4] * 3) and returns["u_1_0"] == pytest.approx([-0.2, -0.2, 0])
+    A, learnt, was, on = (torch.tensor(list(x)) for x in (found.values(), returns.values(), b, mask))
+    loss, _ = compute_value_loss(was, learnt, was, on.bool(), 0.5)
+    assert 2 * loss.item() == pytest.approx(expected["value_loss_masked_mean"]), "verl's has a half before it"
+    log_probs = torch.tensor([[-0.1, -0.2, -0.3], [-0.5, -0.5, 0.0]])
+    loss = agg_loss(-A * log_probs, on.bool(), "seq-mean-token-sum")
+    assert loss.item() == pytest.approx(expected["pg_loss"])
+    whole = 3 * 0.4**2 + 2 * 0.2**2
+    share = 1 - 5 * expected["value_loss_masked_mean"] / whole
+    assert metrics == {"multiturn/archer/baseline_share/mean": pytest.approx(share)}
+
+
+def test_a_step_with_a_baseline(trainer, queue):
+    batch, _ = listened(trainer, queue)
+    batch = upsample_batch_to_divisible_size(batch, 4, eos_token_id=9)
+    b = {"000005-g_0_0": [0.1, 0.2, 5.0], "000005-g_0_1": [0.3, 0.4], "000005-g_1_0": [0.5, 0.6]}
+    with_baseline(trainer, queue, batch, [b.get(key, [5.0]) for key in batch.keys])
+    metrics = {}
+    trainer._compute_advantage(batch, metrics)
+    A, _ = trainer.actor.judge(["i\no0", "i\no0\na\no1", "i\no0"], ["a", "b", "c"])
+    found, returns = tokens(queue, batch, "advantages"), tokens(queue, batch, "returns")
+    for key, credit in zip(sorted(b), A, strict=True):
+        assert found[key][:2] == pytest.approx([credit - x for x in b[key][:2]], abs=1e-6)
+        assert returns[key][:2] == pytest.approx([credit] * 2, abs=1e-6)
+    assert found["000005-g_0_0"][2] == returns["000005-g_0_0"][2] == 0
+    assert found[batch.keys[-1]] == returns[batch.keys[-1]] == [0.0] and batch.tags[-1]["is_padding"]
+    name = "multiturn/archer/baseline_share/mean"
+    left = sum((A[k] - x) ** 2 for k, key in enumerate(sorted(b)) for x in b[key][:2])
+    assert metrics[name] == pytest.approx(1 - left / (2 * np.square(A).sum()), rel=1e-4)
+    assert MetricsAggregator()._get_aggregation_type(name) == "weighted_avg"
+
+
+def test_values_come_before_advantages_and_the_baseline_learns_in_the_warm_up():
+    import inspect
+
+    step = inspect.getsource(PPOTrainer._step_once)
+    places = [step.index(f"self.{name}(batch") for name in ("_compute_values", "_compute_advantage")]
+    places += [step.index("self._update_critic(batch"), step.index("critic_warmup <=")]
+    assert places == sorted(places)
+
+
 # ------------------------------------------------------------------------------- in silico
 
 
@@ -265,6 +337,22 @@ def test_in_silico_rows_stand_in_for_the_rollout(trainer, queue):
     assert ("train", "000006-g_0_0") in queue.cleared
     batch, _ = listened(trainer, queue, step=7)
     assert trainer.in_silico is not fresh
+
+
+def test_in_silico_rows_with_a_baseline(trainer, queue):
+    trainer.archer = trainer.actor.archer = replace(trainer.archer, mode="in_silico", states=4)
+    batch, _ = listened(trainer, queue, step=6)
+    batch = upsample_batch_to_divisible_size(batch, 5, eos_token_id=9)
+    b = [[0.1 * k, 0.2 * k] for k in range(4)]
+    with_baseline(trainer, queue, batch, [*b, [5.0]])
+    trainer._compute_advantage(batch, {})
+    fresh = trainer.in_silico
+    A, _ = trainer.actor.judge(fresh.states, fresh.actions)
+    found, returns = tokens(queue, batch, "advantages"), tokens(queue, batch, "returns")
+    for k, key in enumerate(fresh.keys):
+        assert found[key] == pytest.approx([A[k] - x for x in b[k]], abs=1e-6)
+        assert returns[key] == pytest.approx([A[k]] * 2, abs=1e-6)
+    assert found[batch.keys[-1]] == returns[batch.keys[-1]] == [0.0]
 
 
 # ------------------------------------------------------------------------------- checkpoints

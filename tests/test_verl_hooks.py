@@ -687,6 +687,7 @@ def test_every_override_exists_in_verl():
         "_speak_in_silico",
         "_critic_advantages",
         "_train_critic",
+        "_put_credit",
     }
     ours |= {"_judge_turns", "_in_silico_advantages", "_put_numbers", "_checkpoint", "_resume", "_caveats"}
     ours |= {"_alive", "_last_words", "_step", "_impatient", "_check_groups", "_keep_best"}

@@ -292,10 +292,11 @@ def _derive_algorithm(config: DictConfig) -> None:
             f"multiturn.algorithm={name} with multiturn.row=turn would score every turn as an episode of its "
             "own: use multiturn.row=trajectory, or one of grpo, rloo, reinforce, turn_gae, gigpo"
         )
-    # The values of vineppo come from rollouts, those of archer from its own critic.
+    # The values of vineppo come from rollouts, those of archer from its own critic: verl's is its baseline.
     others = (*VERL_ALGORITHMS, *TOKEN_ALGORITHMS, *ACTOR_ALGORITHMS, "vineppo")
     own = name not in others and "value" in find(name).needs
     critic = own or name in TOKEN_ALGORITHMS or config.algorithm.adv_estimator == "gae"
+    critic = critic or (name == "archer" and settings.archer.token_baseline)
     if config.critic.enable not in (None, critic):
         raise ValueError(
             f"critic.enable={config.critic.enable} contradicts multiturn.algorithm={name}, "

@@ -179,7 +179,9 @@ def path(config: DictConfig) -> Line:
     ours = settings.algorithm not in configure.VERL_ALGORITHMS
     by = "ours, over turns" if ours else f"verl's {config.algorithm.adv_estimator}"
     reference = config.actor_rollout_ref.actor.use_kl_loss or config.algorithm.use_kl_in_reward
-    critic = "of utterances" if settings.algorithm == "archer" else "yes" if config.critic.enable else "no"
+    critic = "yes" if config.critic.enable else "no"
+    if settings.algorithm == "archer":
+        critic = "of utterances" + (", verl's as a baseline per token" if config.critic.enable else "")
     parts = (
         f"agent loop {rollout.agent.default_agent_loop}, {settings.row} rows",
         f"advantages {settings.algorithm} ({by})",

@@ -57,6 +57,7 @@ VALUES: dict[str, tuple[type, float]] = {
     "multiturn.archer.states": (int, 1),
     "multiturn.archer.normalize": (str, 0),
     "multiturn.archer.clip?": (float, 0),
+    "multiturn.archer.token_baseline": (bool, 0),
     "multiturn.archer.max_inflight": (int, 1),
     "multiturn.critic.preset": (str, 0),
     "multiturn.critic.gpus": (float, 0),

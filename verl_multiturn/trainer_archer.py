@@ -200,7 +200,29 @@ class ArCHerSteps:
         tokens = np.array([record["span"][1] - record["span"][0] for _, record, _ in rows.places])
         credit = scaled(A, self.archer.normalize, tokens, self.archer.clip)
         columns = (rows.spread(x, data["response_mask"]) for x in (credit, A + V))
-        return self._put(batch, **dict(zip(("advantages", "returns"), columns, strict=True)))
+        return self._put_credit(batch, metrics, *columns)
+
+    def _put_credit(self, batch: Any, metrics: dict[str, Any], credit: torch.Tensor, Q: torch.Tensor) -> Any:
+        """A token's advantage and return; with a baseline A − b(s, a_<j), and A for verl's critic to learn b.
+
+        Args:
+            batch: of the step.
+            metrics: get the share of A² over tokens that b accounts for.
+            credit: nested (B, response), 0 outside of utterances; Q likewise.
+            Q: what verl logs as return otherwise.
+        """
+        if not self.archer.token_baseline:
+            return self._put(batch, advantages=credit, returns=Q)
+        data = tq.kv_batch_get(
+            keys=batch.keys, partition_id=batch.partition_id, select_fields=["values", "response_mask"]
+        )
+        parts = zip(*(x.unbind() for x in (credit, data["values"], data["response_mask"])), strict=True)
+        rest = [(A - b) * mask for A, b, mask in parts]
+        left, whole = (sum(float(row.square().sum()) for row in some) for some in (rest, credit.unbind()))
+        if whole:
+            metrics["multiturn/archer/baseline_share/mean"] = 1 - left / whole
+        advantages = torch.nested.as_nested_tensor(rest, layout=torch.jagged)
+        return self._put(batch, advantages=advantages, returns=credit)
 
     def _train_critic(self, metrics: dict[str, Any]) -> None:
         started = time.perf_counter()
@@ -243,12 +265,14 @@ class ArCHerSteps:
         A, V = self.utterance_critic("judge", fresh.states, fresh.actions)
         credit = scaled(A, self.archer.normalize, [len(one.ids) for one in fresh.samples], self.archer.clip)
         number = dict(zip(fresh.keys, zip(credit.tolist(), (A + V).tolist(), strict=True), strict=True))
-        batch = self._put_numbers(batch, number)
+        batch = self._put_numbers(batch, number, metrics)
         self.writer.trajectories("train", self.global_steps, self._record(rows, "train", trained=False))
         self._clear(self._rolled_out.keys, batch.partition_id)
         return batch
 
-    def _put_numbers(self, batch: Any, number: dict[str, tuple[float, float]]) -> Any:
+    def _put_numbers(
+        self, batch: Any, number: dict[str, tuple[float, float]], metrics: dict[str, Any]
+    ) -> Any:
         """An advantage and a return for all tokens of each row; 0 in padding."""
         data = tq.kv_batch_get(
             keys=batch.keys, partition_id=batch.partition_id, select_fields=["response_mask"]
@@ -258,5 +282,5 @@ class ArCHerSteps:
             [mask * number.get(key, (0.0, 0.0))[k] for key, mask in zip(batch.keys, masks, strict=True)]
             for k in range(2)
         ]
-        nested = [torch.nested.as_nested_tensor(rows, layout=torch.jagged) for rows in columns]
-        return self._put(batch, advantages=nested[0], returns=nested[1])
+        nested = (torch.nested.as_nested_tensor(rows, layout=torch.jagged) for rows in columns)
+        return self._put_credit(batch, metrics, *nested)

@@ -131,6 +131,8 @@ class ArcherConfig(Config):
     states: int = 768  # replayed ones that the actor learns from, with in_silico; paper: 3 x 256
     normalize: Literal["none", "std", "whiten"] = "none"  # of a step's advantages; the last two ours
     clip: float | None = None  # largest |A|; ours
+    token_baseline: bool = False
+    # verl's critic learns b(s, a_<j) = E[A | s, a_<j], and a token gets A − b; paper, as an option
     max_inflight: int = 256  # fresh utterances at the same time; ours
 
     def __post_init__(self) -> None:
