@@ -3,7 +3,7 @@
     PYTHONPATH=. python tests/bench/reliability.py [--only PART ...] [--crashes FOLDER] [--gigabytes 1 3 10]
 
 Parts: outputs (fuzzed model outputs), growth (time of parsers against length), loop (trajectories
-through the agent loop), memory (ten steps of it), advantages, folder (a large run). The kills are
+through the agent loop), memory and ways (steps of it), advantages, folder (a large run). The kills are
 `crashes.py`'s, which takes hours beside other work; --crashes names its folder. Figures are kept in
 results/bench/reliability.json, so that parts may be run one at a time.
 """
@@ -19,12 +19,13 @@ import subprocess
 import sys
 import tempfile
 import time
+from multiprocessing import get_context
 from pathlib import Path
 
 import bench_advantages
 import fuzz
 from bench_rollout import LIMITS, Coroutines
-from reliability_page import TURNS, page
+from reliability_page import TURNS, WAYS, page
 from simulated import FORM, UTTERANCE, Chat, Server
 
 from verl_multiturn.env import Env
@@ -121,16 +122,28 @@ def loop(given):
 
 def memory(given):
     """The memory after each of ten steps of the same size, and the highest in between."""
+    return _steps("ours", given.trajectories, 10)
+
+
+def ways(given):
+    """The same of four smaller steps, by what is done about garbage, in a process each."""
+    with get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
+        return {way: pool.apply(_steps, (way, given.trajectories // 4, 4)) for way in WAYS}
+
+
+def _steps(way, size, steps):
+    garbage.THRESHOLDS = gc.get_threshold() if way == "python" else garbage.THRESHOLDS
+    garbage.MANY = garbage.MANY if way == "ours" else math.inf
 
     async def go():
         side, after, turns = Rollout(Server(scale=0)), [], 0
-        for _ in range(10):
-            turns += await side.rollout(range(given.trajectories))
+        for _ in range(steps):
+            turns += await side.rollout(range(size))
             assert turns % TURNS == 0, "an episode was cut"
             gc.collect()
             after.append(rss())
         side.server.task.cancel()
-        return {"trajectories": given.trajectories, "rss_mb": after, "turns": turns}
+        return {"trajectories": size, "rss_mb": after, "turns": turns}
 
     found = asyncio.run(go())
     return found | {"highest_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024}
@@ -198,8 +211,8 @@ def _folder(gigabytes):
 
 
 PARTS = {
-    "outputs": outputs, "growth": growth, "loop": loop, "memory": memory, "advantages": advantages,
-    "folder": folder,
+    "outputs": outputs, "growth": growth, "loop": loop, "memory": memory, "ways": ways,
+    "advantages": advantages, "folder": folder,
 }  # fmt: skip
 
 

@@ -3,6 +3,11 @@
 from collections import Counter
 
 TURNS = 30  # of a trajectory in the load
+WAYS = {
+    "python": "as before: collected by Python's thresholds, nothing given back",
+    "seldom": "collected seldom, nothing given back",
+    "ours": "collected seldom, free memory given back after the last episode",
+}
 
 
 def page(found):
@@ -34,7 +39,7 @@ def page(found):
             "",
         ]
     if one := found.get("loop"):
-        out += ["## Load", "", *_loop(one, found.get("memory"), found.get("loop_before"))]
+        out += ["## Load", "", *_loop(one, *map(found.get, ("memory", "ways", "loop_before")))]
     if one := found.get("advantages"):
         out += [
             f"GiGPO's advantages, lists to numbers: CPU seconds for {one['rows']} turns: "
@@ -44,7 +49,8 @@ def page(found):
     if one := found.get("folder"):
         out += [
             "Run folders read whole, in one process; memory in MB and CPU seconds, by step (Run."
-            "trajectories) and by trajectory (Run.each).",
+            "trajectories) and by trajectory (Run.each). Their text repeats: on the disk the largest has "
+            f"{max(point['packed_gb'] for point in one) * 1e3:.1f} MB.",
             "",
             "| GB unpacked | steps | MB a step | before | by step | by trajectory | s | s |",
             "| --- |" + " --- |" * 7,
@@ -62,7 +68,7 @@ def page(found):
     return "\n".join(out).rstrip() + "\n"
 
 
-def _loop(one, memory, before):
+def _loop(one, memory, ways, before):
     """Load: now and by Python's own thresholds, and what was measured before they were changed."""
 
     def row(name, sizes, cpu, exponent):
@@ -94,10 +100,22 @@ def _loop(one, memory, before):
     if memory:
         out += [
             f"Memory after each of ten steps of {memory['trajectories']:,} trajectories, MB: "
-            f"{megabytes(memory['rss_mb'])}; at most {memory['highest_mb']:.0f} during a step. Before: "
-            f"{megabytes(before['rss_mb']) if before else 'not measured'}. That was mostly free blocks that "
-            "malloc kept, in a part for each thread that builds prompts; the rise was such a part that had "
-            "its most in a later step. They are returned now when the last episode has ended.",
+            f"{megabytes(memory['rss_mb'])}; at most {memory['highest_mb']:.0f} during a step. Before (after "
+            f"the four sizes above): {megabytes(before['rss_mb']) if before else 'not measured'}; its "
+            "highest was not measured, and its rise at the fifth step was not seen again.",
+            "",
+        ]
+    for way, label in WAYS.items() if ways else ():
+        one = ways[way]
+        out += [
+            f"* {label}: {megabytes(one['rss_mb'])} MB after each of {len(one['rss_mb'])} steps of "
+            f"{one['trajectories']:,}, at most {one['highest_mb']:.0f} during them",
+        ]
+    if ways:
+        out += [
+            "",
+            "What stays after a step are free blocks that malloc does not return by itself, and they slowly "
+            "grow; to collect seldom alone leaves more of them.",
             "",
         ]
     return out

@@ -44,7 +44,7 @@ def playing() -> Iterator[None]:
 def give_back() -> None:
     """Collect, and return to the system what malloc holds for nobody (where it is glibc's).
 
-    Prompts are built in threads, and each thread's part of malloc keeps the most that it ever held.
+    By itself malloc keeps most of what the prompts took, and more of it where garbage is collected seldom.
     """
     gc.collect()
     if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
