@@ -161,6 +161,7 @@ def test_a_rollout_fills_the_replay_and_the_policy_is_asked(trainer, queue):
     assert set(trainer.actor.fresh) == {"i\no0", "i\no0\na\no1"}
     assert {text for said in trainer.actor.fresh.values() for text in said} == {"51", "52"}
     assert metrics["multiturn/archer/fresh_share/mean"] == 1 and metrics["multiturn/archer/asked/mean"] == 2
+    assert metrics["multiturn/archer/asked_tokens/mean"] == 4  # two each, with the stop token
 
 
 def test_the_same_policy_is_not_asked_twice(trainer, queue):
@@ -169,6 +170,7 @@ def test_the_same_policy_is_not_asked_twice(trainer, queue):
     _, metrics = listened(trainer, queue, step=6)
     assert len(trainer.client.calls) == 2
     assert metrics["multiturn/archer/cached_share/mean"] == 1
+    assert metrics["multiturn/archer/asked_tokens/mean"] == 0
     assert {row.version for row in trainer.actor.critic.replay.rows} == {0}
     listened(trainer, queue, step=7)
     assert len(trainer.client.calls) == 4

@@ -54,6 +54,7 @@ class ArCHerSteps:
     utterance_critic: Any  # calls a method of the critic's actor by name
     in_silico: InSilico | None = None  # the rows of this step, instead of the rollout's
     _rolled_out: Any = None  # the batch that they stand for
+    asked_tokens: int = 0  # in this step, outside of the rollout
 
     # ------------------------------------------------------------------ start, checkpoints, end
 
@@ -127,7 +128,7 @@ class ArCHerSteps:
         self.in_silico = None
         if self.settings.algorithm != "archer":
             return batch
-        started, rows = time.perf_counter(), self._rows(batch)
+        started, rows, self.asked_tokens = time.perf_counter(), self._rows(batch), 0
         data = tq.kv_batch_get(
             keys=batch.keys, partition_id=batch.partition_id, select_fields=["prompts", "responses"]
         )
@@ -144,7 +145,7 @@ class ArCHerSteps:
             numbers |= {"fresh_share": len(wanted) / drawn, "cached_share": 1 - len(wanted) / drawn}
         if self.archer.mode == "in_silico" and self._updates_actor:
             batch = self._speak_in_silico(batch)
-        numbers["ask_seconds"] = time.perf_counter() - started
+        numbers |= {"asked_tokens": float(self.asked_tokens), "ask_seconds": time.perf_counter() - started}
         metrics |= {f"multiturn/archer/{name}/mean": value for name, value in numbers.items()}
         return batch
 
@@ -171,7 +172,9 @@ class ArCHerSteps:
         }
         questions = [Question(ids, some) for ids, some in zip(prompt_ids, seeds, strict=True)]
         limits = self.archer.max_inflight, self.settings.episode_timeout
-        return ask(self.get_llm_client(), questions, sampling, *limits)
+        said = ask(self.get_llm_client(), questions, sampling, *limits)
+        self.asked_tokens += sum(len(one.ids) for samples in said for one in samples)
+        return said
 
     def _decode(self, ids: list[int]) -> str:
         return str(self.tokenizer.decode(ids, skip_special_tokens=True))

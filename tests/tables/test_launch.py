@@ -168,6 +168,9 @@ def test_what_a_run_spent(tmp_path, panel, write):
     # 5 trajectories of 2 turns with 3 tokens a step; at step 20 continuations of 5 x 4 turns as well
     assert costs["env_steps"].tolist() == [0, 10, 20 + 20]
     assert costs["tokens"].tolist() == [0, 30, 60 + 50]
+    with RunWriter(folder, None, resume_step=20) as writer:
+        writer.metrics(20, {"multiturn/archer/asked_tokens/mean": 7.0})
+    assert spent(Run(folder))["tokens"].tolist() == [0, 30, 60 + 50 + 7]
 
 
 def test_methods_at_equal_cost(tmp_path, panel, write):

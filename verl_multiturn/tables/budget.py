@@ -1,7 +1,8 @@
 """The same runs read at equal cost: environment steps, and tokens that the policy generated.
 
 What a run spent is counted in its recorded training trajectories; what serves values alone and is not
-recorded whole (the continuations of VinePPO) comes from the run's metrics. Validation costs nothing.
+recorded whole (the continuations of VinePPO, the utterances that ArCHer's critic asks for) comes from the
+run's metrics. Validation costs nothing.
 """
 
 import math
@@ -22,13 +23,14 @@ from verl_multiturn.tables.recorded import Recorded, measured
 COSTS = {"env_steps": "environment steps", "tokens": "generated tokens"}
 TRAJECTORIES = "multiturn/trajectories/mean"
 EXTRA = {"env_steps": ("multiturn/vine_turns/mean",), "tokens": ("multiturn/vine_tokens/mean",)}
+WHOLE = {"tokens": ("multiturn/archer/asked_tokens/mean",)}
 
 
 def spent(run: Run) -> pd.DataFrame:
     """Step -> env_steps, tokens spent by training up to and with it; step 0 is free.
 
     A turn without an action costs one environment step; a metric of `EXTRA` is a mean over a step's
-    trajectories.
+    trajectories, one of `WHOLE` of the whole step.
     """
     rows = {0: dict.fromkeys(COSTS, 0.0)}
     for step in run.steps("train") if "train" in run.splits() else ():
@@ -43,6 +45,9 @@ def spent(run: Run) -> pd.DataFrame:
             if name in run.metrics:
                 more = (run.metrics[name] * run.metrics[TRAJECTORIES]).fillna(0.0)
                 frame[cost] = frame[cost].add(more.reindex(frame.index, fill_value=0.0))
+        for name in WHOLE.get(cost, ()):
+            if name in run.metrics:
+                frame[cost] = frame[cost].add(run.metrics[name].reindex(frame.index).fillna(0.0))
     return frame.cumsum()
 
 
