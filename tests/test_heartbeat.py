@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from pathlib import Path
 
@@ -170,6 +171,23 @@ def test_the_first_cause_is_found_behind_a_failed_call(tmp_path):
     with pytest.raises(RunStopped, match="of X is gone"):
         heart.check()
     heart.close("stopped")
+    heartbeat.over()  # else this process would end in ten minutes
+
+
+def test_a_process_outlives_a_run_that_left_it_in_order(tmp_path, monkeypatch):
+    ended = []
+    monkeypatch.setattr(heartbeat.os, "_exit", ended.append)
+    for left in (True, False):
+        heart = Heartbeat(tmp_path, grace=0.2)
+        heart.start()
+        ending = threading.Thread(target=heart._end)
+        ending.start()
+        if left:
+            heartbeat.over()
+        ending.join()
+        heart.close("stopped")
+        assert ended == ([] if left else [1])
+    heartbeat.over()
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "null", '{"time": 1}', "\x00\x01"])

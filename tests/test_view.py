@@ -379,7 +379,7 @@ def test_foreign_folders(run, tmp_path):
     (run / "metrics.jsonl").write_text('{"loss": 1}\n')
     sentence(lambda: build_view(run), "metrics.jsonl", "metrics of a run")
     (run / "config.yaml").write_text("a: [1")
-    sentence(lambda: build_view(run), "config.yaml cannot be read")
+    sentence(lambda: build_view(run), "config.yaml cannot be used", "gives it again")
     (run / "trajectories" / "train" / f"best{SUFFIX}").write_bytes(b"")
     sentence(lambda: build_view(run), "not named by a step")
 

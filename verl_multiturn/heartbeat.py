@@ -27,6 +27,7 @@ NAME = "heartbeat.json"
 INTERVAL = 2.0  # seconds between two beats
 RESUMES = "the same command resumes from the last checkpoint"
 GRACE = 25.0  # that the driver has to stop in order once a process is lost; then it is ended
+_over = threading.Event()
 
 
 class Watch(Protocol):
@@ -70,6 +71,7 @@ class Heartbeat:
     def start(self) -> None:
         """Write the first beat and go on."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
+        _over.clear()
         self._write()
         threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
 
@@ -148,9 +150,9 @@ class Heartbeat:
         return f"{self._state['phase']!r} of step {self._state['step']}"
 
     def _end(self) -> None:
-        """End this process if its main thread has not come to its end: see `grace`."""
-        time.sleep(self.grace)
-        os._exit(1)
+        """End this process if the run has not left it in time: see `grace`."""
+        if not _over.wait(self.grace):
+            os._exit(1)
 
     def _write(self) -> None:
         with self._lock:
@@ -162,6 +164,11 @@ class Heartbeat:
             temporary = self.path.with_name(f".{NAME}.{os.getpid()}")
             temporary.write_text(data, encoding="utf-8")
             temporary.replace(self.path)
+
+
+def over() -> None:
+    """The run has left this process, Ray included: the process may live on."""
+    _over.set()
 
 
 def read(folder: str | Path) -> dict[str, Any] | None:

@@ -162,6 +162,7 @@ def run(config: DictConfig) -> int:
         return 1
     finally:
         ray.shutdown()
+        heartbeat.over()
     if Path(config.ray_kwargs.ray_init._temp_dir or "").name.startswith(RAY_PREFIX):
         shutil.rmtree(
             config.ray_kwargs.ray_init._temp_dir, ignore_errors=True
