@@ -334,7 +334,8 @@ class BadOracle(Handler):
 def test_an_oracle_that_replies_badly(bad, monkeypatch):
     """No yes or no is an invalid question; what is no reply at all is one sentence, also in the command."""
     monkeypatch.setattr(endpoint, "FIRST_WAIT", 0.001)
-    monkeypatch.setattr(oracle, "SECONDS", 0.2)
+    if bad == "trickling":
+        monkeypatch.setattr(oracle, "SECONDS", 0.2)
     server = ThreadingHTTPServer(("127.0.0.1", 0), BadOracle)
     server.bad, server.handle_error = bad, lambda *arguments: None  # a client that gave up
     threading.Thread(target=server.serve_forever, daemon=True).start()
