@@ -5,9 +5,18 @@ import copy
 import pytest
 from hypothesis import settings
 
+from verl_multiturn import heartbeat
+
 # The same examples in every run: what a random search finds belongs into a test, not into some runs.
 settings.register_profile("same", derandomize=True)
 settings.load_profile("same")
+
+
+@pytest.fixture(autouse=True)
+def this_process_lives_on():
+    """A run that lost a process would end the process of the tests, too, minutes later."""
+    yield
+    heartbeat.over()
 
 
 class InMemoryQueue:

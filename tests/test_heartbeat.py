@@ -171,7 +171,6 @@ def test_the_first_cause_is_found_behind_a_failed_call(tmp_path):
     with pytest.raises(RunStopped, match="of X is gone"):
         heart.check()
     heart.close("stopped")
-    heartbeat.over()  # else this process would end in ten minutes
 
 
 def test_a_process_outlives_a_run_that_left_it_in_order(tmp_path, monkeypatch):
@@ -187,7 +186,6 @@ def test_a_process_outlives_a_run_that_left_it_in_order(tmp_path, monkeypatch):
         ending.join()
         heart.close("stopped")
         assert ended == ([] if left else [1])
-    heartbeat.over()
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "null", '{"time": 1}', "\x00\x01"])
