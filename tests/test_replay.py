@@ -15,7 +15,6 @@ from verl_multiturn.replay import (
     places,
     read,
     replay,
-    replay_all,
 )  # fmt: skip
 from verl_multiturn.replay_report import ranges, tally
 from verl_multiturn.rollout.episode import Episode, Sample, Task
@@ -29,6 +28,11 @@ WORDS = [
     "<a>left</a>", "<a>right|down</a>", "<a>up|up</a>", "<a>down|right</a>", "no tag", "<a>fly</a>",
 ]  # fmt: skip
 KWARGS = {"size": 4, "slip": 0.3}
+
+
+def replay_all(env, records):
+    """One after another in one environment, as a rollout plays."""
+    return [replay(env, record) for record in records]
 
 
 class Letters:

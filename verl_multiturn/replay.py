@@ -211,11 +211,6 @@ def replay(env: Env, record: Record) -> Replay:
     return Replay(record, played, steps, tuple(found))
 
 
-def replay_all(env: Env, records: Iterable[Record]) -> list[Replay]:
-    """Play recorded trajectories again, one after another in one environment, as a rollout does."""
-    return [replay(env, record) for record in records]
-
-
 class _Turn(NamedTuple):
     seen: Observed  # after it
     reward: float

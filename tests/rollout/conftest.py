@@ -95,6 +95,43 @@ def server(tokens):
 
 
 @pytest.fixture(scope="session")
+def sessions(tokens):
+    """`sessions(config, fake, split, step, count, shared)`: outputs of a prompt's, run as verl's worker does.
+
+    What they share, the rollout's `shared` (vines or audits), must have been let go by then.
+    """
+    from verl.experimental.agent_loop.agent_loop import DictConfigWrap
+
+    from verl_multiturn.dataset import EnvDataset
+    from verl_multiturn.rollout import loop
+
+    def run(config, fake, split, step, count, shared):
+        loop._rollouts.clear()
+
+        def made():
+            return loop.MultiTurnLoop(
+                trainer_config=DictConfigWrap(config), server_manager=fake, tokenizer=tokens,
+                processor=None, hf_model_type="qwen2", dataset_cls=EnvDataset,
+                data_config=DictConfigWrap(config.data),
+            )  # fmt: skip
+
+        async def go():
+            row = {
+                "raw_prompt": [], "index": 0, "data_source": "steady", "split": split, "task": 3,
+                "task_hash": None, "task_type": "default", "uid": "u", "global_steps": step,
+            }  # fmt: skip
+            coroutines = [made().run({"temperature": 1.0}, **row, session_id=m) for m in range(count)]
+            found = await asyncio.gather(*coroutines)
+            kept = getattr(loop._rollouts[id(made().config)], shared)
+            assert kept.groups == {} and len(asyncio.all_tasks()) == 1
+            return found
+
+        return asyncio.run(go())
+
+    return run
+
+
+@pytest.fixture(scope="session")
 def play(tokens, chat, plan):
     """`play(script, row=, env=, ...)` plays one episode; see the returned names."""
     from verl_multiturn.rollout.episode import Episode

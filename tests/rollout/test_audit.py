@@ -297,35 +297,12 @@ def test_what_the_doctor_says(composed):
 
 
 @pytest.fixture
-def loop(composed, tokens, server):
+def loop(composed, sessions, server):
     """`loop(split, step, *overrides)` runs the sessions of a prompt as a worker of verl's does."""
-    from verl.experimental.agent_loop.agent_loop import DictConfigWrap
-
-    from verl_multiturn.dataset import EnvDataset
-    from verl_multiturn.rollout import loop as here
 
     def run(split, step, *overrides):
-        here._rollouts.clear()
-        config, fake = composed(*overrides), server(["<answer>1</answer>"])
-
-        async def go():
-            def made():
-                return here.MultiTurnLoop(
-                    trainer_config=DictConfigWrap(config), server_manager=fake, tokenizer=tokens,
-                    processor=None, hf_model_type="qwen2", dataset_cls=EnvDataset,
-                    data_config=DictConfigWrap(config.data),
-                )  # fmt: skip
-
-            row = {
-                "raw_prompt": [], "index": 0, "data_source": "steady", "split": split, "task": 3,
-                "task_hash": None, "task_type": "default", "uid": "u", "global_steps": step,
-            }  # fmt: skip
-            sessions = [made().run({"temperature": 1.0}, **row, session_id=m) for m in range(8)]
-            found = await asyncio.gather(*sessions)
-            assert here._rollouts[id(made().config)].audits.groups == {} and len(asyncio.all_tasks()) == 1
-            return found
-
-        outputs = asyncio.run(go())
+        fake = server(["<answer>1</answer>"])
+        outputs = sessions(composed(*overrides), fake, split, step, 8, "audits")
         wholes = [rows[0].extra_fields["trajectory"] for rows in outputs]
         return SimpleNamespace(audits=[one["audit"] for one in wholes if "audit" in one], calls=fake.calls)
 

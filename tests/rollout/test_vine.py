@@ -851,36 +851,12 @@ def test_what_the_doctor_says(composed):
 
 
 @pytest.fixture
-def loop(config, tokens, server):
+def loop(config, sessions, server):
     """`loop(split)` runs two sessions of a prompt as a worker of verl's does; (outputs, calls)."""
-    from verl.experimental.agent_loop.agent_loop import DictConfigWrap
-
-    from verl_multiturn.dataset import EnvDataset
-    from verl_multiturn.rollout import loop as here
 
     def run(split, script=("<answer>1</answer>", "<answer></answer>", "<answer>1</answer>")):
-        here._rollouts.clear()
         fake = server(script)
-
-        async def go():
-            def made():
-                return here.MultiTurnLoop(
-                    trainer_config=DictConfigWrap(config), server_manager=fake, tokenizer=tokens,
-                    processor=None, hf_model_type="qwen2", dataset_cls=EnvDataset,
-                    data_config=DictConfigWrap(config.data),
-                )  # fmt: skip
-
-            row = {
-                "raw_prompt": [], "index": 0, "data_source": "steady", "split": split, "task": 3,
-                "task_hash": None, "task_type": "default", "uid": "u", "global_steps": 1,
-            }  # fmt: skip
-            sessions = [made().run({"temperature": 1.0}, **row, session_id=m) for m in range(2)]
-            found = await asyncio.gather(*sessions)
-            made_once = here._rollouts[id(made().config)].vines
-            assert made_once.groups == {} and len(asyncio.all_tasks()) == 1
-            return found
-
-        return SimpleNamespace(outputs=asyncio.run(go()), calls=fake.calls)
+        return SimpleNamespace(outputs=sessions(config, fake, split, 1, 2, "vines"), calls=fake.calls)
 
     return run
 

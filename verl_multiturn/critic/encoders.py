@@ -39,11 +39,11 @@ class Encoder(torch.nn.Module):
         raise NotImplementedError
 
 
-class NGrams(Encoder):
-    """Hashed n-grams of bytes, n = 1 … 4, of unit length; nothing is learnt.
+class Hashed(Encoder):
+    """Base of encoders without weights: `vector` of each text.
 
     Args:
-        width: D, buckets; a gram adds +1 or -1 to one of them.
+        width: D, buckets; what stands in a text adds +1 or -1 to one of them.
         max_tokens: bytes that are read, from the text's end.
     """
 
@@ -51,28 +51,32 @@ class NGrams(Encoder):
         super().__init__()
         self.width, self.max_tokens = width, max_tokens
 
+    def vector(self, text: str) -> Floats:
+        """What a text is. -> (D,)."""
+        raise NotImplementedError
+
     def encode(self, texts: Sequence[str]) -> torch.Tensor:
         """See Encoder."""
-        rows = [_grams(text, self.width, self.max_tokens) for text in texts]
-        return torch.from_numpy(np.stack(rows)).float()
+        return torch.from_numpy(np.stack([self.vector(text) for text in texts])).float()
 
 
-class Lines(Encoder):
+class NGrams(Hashed):
+    """Hashed n-grams of bytes, n = 1 … 4, of unit length; nothing is learnt."""
+
+    def vector(self, text: str) -> Floats:
+        """See Hashed."""
+        return _grams(text, self.width, self.max_tokens)
+
+
+class Lines(Hashed):
     """Hashed lines, and pairs of neighbouring lines, such as a question and its answer; nothing is learnt.
 
-    Args:
-        width: D, buckets; a line or pair sets +1 or -1 in one of them, once however often it stands there.
-        max_tokens: bytes that are read, from the text's end.
+    A line or pair counts once, however often it stands there.
     """
 
-    def __init__(self, width: int = 512, max_tokens: int = 512) -> None:
-        super().__init__()
-        self.width, self.max_tokens = width, max_tokens
-
-    def encode(self, texts: Sequence[str]) -> torch.Tensor:
-        """See Encoder."""
-        rows = [_lines(text, self.width, self.max_tokens) for text in texts]
-        return torch.from_numpy(np.stack(rows)).float()
+    def vector(self, text: str) -> Floats:
+        """See Hashed."""
+        return _lines(text, self.width, self.max_tokens)
 
 
 class Transformer(Encoder):

@@ -22,15 +22,15 @@ from verl_multiturn.tables.recorded import Recorded, measured
 
 COSTS = {"env_steps": "environment steps", "tokens": "generated tokens"}
 TRAJECTORIES = "multiturn/trajectories/mean"
-EXTRA = {"env_steps": ("multiturn/vine_turns/mean",), "tokens": ("multiturn/vine_tokens/mean",)}
-WHOLE = {"tokens": ("multiturn/archer/asked_tokens/mean",)}
+ASKED = "multiturn/archer/asked_tokens/mean"
+EXTRA = {"env_steps": ("multiturn/vine_turns/mean",), "tokens": ("multiturn/vine_tokens/mean", ASKED)}
 
 
 def spent(run: Run) -> pd.DataFrame:
     """Step -> env_steps, tokens spent by training up to and with it; step 0 is free.
 
     A turn without an action costs one environment step; a metric of `EXTRA` is a mean over a step's
-    trajectories, one of `WHOLE` of the whole step.
+    trajectories, `ASKED` of the whole step.
     """
     rows = {0: dict.fromkeys(COSTS, 0.0)}
     for step in run.steps("train") if "train" in run.splits() else ():
@@ -43,11 +43,8 @@ def spent(run: Run) -> pd.DataFrame:
     for cost, names in EXTRA.items():
         for name in names:
             if name in run.metrics:
-                more = (run.metrics[name] * run.metrics[TRAJECTORIES]).fillna(0.0)
-                frame[cost] = frame[cost].add(more.reindex(frame.index, fill_value=0.0))
-        for name in WHOLE.get(cost, ()):
-            if name in run.metrics:
-                frame[cost] = frame[cost].add(run.metrics[name].reindex(frame.index).fillna(0.0))
+                more = run.metrics[name] * (1.0 if name == ASKED else run.metrics[TRAJECTORIES])
+                frame[cost] = frame[cost].add(more.reindex(frame.index).fillna(0.0))
     return frame.cumsum()
 
 

@@ -26,7 +26,10 @@ import yaml
 from verl_multiturn.errors import unknown
 
 FOLDER = Path(__file__).parent / "published"
-REACHED = ("trajectories_to", "turns_to")  # what training took to come to a threshold
+REACHED = {  # what training took to come to a threshold: the sum over steps of a product of metrics
+    "trajectories_to": ["multiturn/trajectories/mean"],
+    "turns_to": ["multiturn/trajectories/mean", "multiturn/turns/mean"],
+}
 METRICS = ("success", "score", "return", *REACHED)
 STATISTICS = ("best", "last", "mean", "test")
 VALUE = re.compile(

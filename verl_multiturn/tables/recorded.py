@@ -19,13 +19,9 @@ from verl_multiturn.panel import Panel
 from verl_multiturn.provenance import UNKNOWN, model_name
 from verl_multiturn.run_files import Record, by_panel, missing_parts
 from verl_multiturn.runs import Run
-from verl_multiturn.tables.published import Column, Method
+from verl_multiturn.tables.published import REACHED, Column, Method
 
 EVAL = "eval"
-COUNTS = {  # what is summed over steps, as a product of metrics
-    "trajectories_to": ["multiturn/trajectories/mean"],
-    "turns_to": ["multiturn/trajectories/mean", "multiturn/turns/mean"],
-}
 
 
 @dataclass(frozen=True)
@@ -133,7 +129,7 @@ class Recorded:
 
     def spent_until(self, column: Column) -> float:
         """What training took until a validation's mean return is the threshold; inf: it never was."""
-        names, metrics = COUNTS[column.metric], self.run.metrics
+        names, metrics = REACHED[column.metric], self.run.metrics
         spent = None
         if all(name in metrics for name in names):
             spent = metrics[names].loc[1:].prod(axis=1, skipna=False).cumsum(skipna=False)
