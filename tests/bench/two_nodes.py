@@ -51,7 +51,7 @@ def main():
     result = {
         "nodes": len(nodes), "object_stores": len(stores), "exit": process.returncode,
         "rollout_workers": sorted(len(pids) for pids in workers.values()),
-        "environment_processes": sorted(len(found) for found in environments(workers)),
+        "environment_processes": sorted(len(set().union(*some.values())) for some in workers.values()),
         "trajectories": trajectories, "step_seconds": list(run.metrics["timing_s/step"].dropna().round(1)),
     }  # fmt: skip
     print(json.dumps(result, indent=1))
@@ -77,33 +77,25 @@ def start(given, address):
         return subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log)
 
 
-SEEN = {}  # rollout worker -> environment processes
-
-
 def watch(process, nodes):
-    """Node -> process ids of its rollout workers, until the training ends."""
+    """Node -> {process id of a rollout worker: those it started}, until the training ends."""
     raylets = {
         one.process.pid: name
         for name, node in nodes.items()
         for one in node.all_processes["raylet"]
     }  # fmt: skip
-    workers = {name: set() for name in nodes}
+    workers = {name: {} for name in nodes}
     while process.poll() is None:
         for pid, name in raylets.items():
             for child in children(pid):
                 try:
                     if "AgentLoopWorker" in " ".join(child.cmdline()):
-                        workers[name].add(child.pid)
-                        SEEN.setdefault(child.pid, set()).update(one.pid for one in children(child.pid))
+                        started = workers[name].setdefault(child.pid, set())
+                        started.update(one.pid for one in children(child.pid))
                 except psutil.Error:
                     continue  # it has ended meanwhile
         time.sleep(0.2)
     return workers
-
-
-def environments(workers):
-    """Per node, the processes that its rollout workers started."""
-    return [set().union(*(SEEN.get(pid, set()) for pid in pids)) for pids in workers.values()]
 
 
 def children(pid):
