@@ -198,6 +198,11 @@ def test_shipped_panels():
     assert "frozen_lake-test and frozen_lake-val: 0 tasks in common, by content" in said
 
 
+def test_panels_of_a_keyword_that_is_a_list():
+    said = call("panels", "arithmetic", "steps=[1, 2]", "--size", 8)
+    assert "steps-1" in said and "0 tasks in common, by content" in said
+
+
 def test_panels_of_an_environment_whose_tasks_are_seeds():
     listed = of_env("frozen_lake", {}, size=8)
     assert [(one.panel.split, one.source) for one in listed] == [

@@ -146,13 +146,15 @@ def _player(
 
 
 def key_values(pairs: list[str], example: str = "size=4") -> dict[str, Any]:
-    """`key=value` words as a dict; values as in YAML, dotted keys nested."""
+    """`key=value` words as a dict; values as in YAML, lists and dicts plain, dotted keys nested."""
     from omegaconf import OmegaConf
+
+    from verl_multiturn.compose import plain
 
     for pair in pairs:
         if "=" not in pair:
             raise ValueError(f"{pair!r} is not key=value, such as {example}")
-    return {str(key): value for key, value in OmegaConf.from_dotlist(pairs).items()}
+    return {str(key): value for key, value in plain(OmegaConf.from_dotlist(pairs)).items()}
 
 
 def keywords_by_name(pairs: list[str]) -> dict[str, dict[str, Any]]:
