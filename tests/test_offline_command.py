@@ -191,7 +191,7 @@ def test_awr_then_reranked_play(folder, log, tmp_path, monkeypatch):
     (group,) = grouped(load_table("archer-offline"), read_runs([played]))
     assert group.method == "IQL + AWR" and group.column.name == "return"
     (out / "offline.json").write_text("{")
-    with pytest.raises(ValueError, match=f"{out}/offline.json is not JSON"):
+    with pytest.raises(ValueError, match=f"{out}/offline.json cannot be used"):
         _learnt_offline(out)
 
 

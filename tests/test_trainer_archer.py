@@ -434,6 +434,16 @@ def test_a_damaged_part_of_verls_is_one_sentence(saved, monkeypatch, tmp_path, a
         assert "\n" not in said
 
 
+def test_what_fails_before_a_checkpoint_is_found_keeps_its_words(saved, monkeypatch):
+    def load(self):
+        self.global_steps = 0
+        raise AssertionError("resume ckpt must be str type")
+
+    monkeypatch.setattr(PPOTrainer, "_load_checkpoint", load)
+    with pytest.raises(AssertionError, match="must be str type"):
+        saved._load_checkpoint()
+
+
 def test_other_algorithms_start_no_critic(saved, monkeypatch):
     saved.settings.algorithm = "gigpo"
     monkeypatch.setattr(trainer_archer, "start", lambda *_: pytest.fail("a critic was started"))

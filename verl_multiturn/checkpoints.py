@@ -24,6 +24,7 @@ SHARDS = "model_world_size_*_rank_*.pt"
 LATEST = "latest_checkpointed_iteration.txt"  # verl's
 BEST = "best"  # ours, beside verl's folders
 MARGIN = 1.1
+EARLIER = "go on from an earlier one (trainer.resume_mode=resume_path, trainer.resume_from_path=FOLDER)"
 
 
 @dataclass(frozen=True)

@@ -184,13 +184,13 @@ def _prepared(
 
 def _learnt_offline(folder: Path) -> dict[str, Any]:
     """Of a model that `verl-multiturn offline` wrote: how, as tables tell its methods apart."""
+    from verl_multiturn.errors import intact
+
     report = folder / "offline.json"
     if not report.is_file():
         return {}
-    try:
-        found = json.loads(report.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{report} is not JSON ({error}): write the model anew or remove the file") from None
+    with intact(report, "write the model anew or remove the file"):
+        found = dict(json.loads(report.read_text(encoding="utf-8")))
     return {"offline": {key: found.get(key) for key in ("actor", "v_target", "model")}}
 
 

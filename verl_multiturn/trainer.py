@@ -33,12 +33,12 @@ from verl_multiturn.rollout.vine_config import Vine
 from verl_multiturn.runs import Run, RunWriter
 from verl_multiturn.survivors import Survivors
 from verl_multiturn.trainer_archer import ArCHerSteps
-from verl_multiturn.trainer_guard import GuardedRun
+from verl_multiturn.trainer_guard import GuardedRun, ResumedRun
 from verl_multiturn.trainer_starpo import StarPOSteps
 from verl_multiturn.vine_metrics import of_vine
 
 
-class MultiTurnMixin(GuardedRun, StarPOSteps, ArCHerSteps):
+class MultiTurnMixin(GuardedRun, StarPOSteps, ArCHerSteps, ResumedRun):
     """What every mode shares. `mode` is verl's name of it."""
 
     mode: str

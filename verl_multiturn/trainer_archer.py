@@ -19,7 +19,6 @@ from verl_multiturn.checkpoints import LATEST
 from verl_multiturn.columns import Floats
 from verl_multiturn.compose import plain
 from verl_multiturn.critic.actor import FILE, start
-from verl_multiturn.critic.arrays import EARLIER
 from verl_multiturn.critic.config import ArcherConfig, CriticConfig, archer_config, critic_config
 from verl_multiturn.critic.dialogues import Dialogue, calibration, dialogues, prompts
 from verl_multiturn.env import derive_seed
@@ -48,6 +47,8 @@ class ArCHerSteps:
     _record: Any
     _clear: Any
     _put: Any
+    _checkpoint: Any
+    _resumed: Any
 
     archer: ArcherConfig
     critic_settings: CriticConfig
@@ -60,12 +61,7 @@ class ArCHerSteps:
 
     def _load_checkpoint(self) -> None:
         """verl's, which sets the step; then the critic is started, from its part of the checkpoint."""
-        try:
-            super()._load_checkpoint()  # type: ignore[misc]
-        # verl and torch raise whatever a damaged file makes their parts raise, some of it in other processes.
-        except Exception as error:
-            why = (str(error).strip().splitlines() or [type(error).__name__])[-1][:300]
-            raise RunStopped(f"the checkpoint {self._resumed()} cannot be read ({why}): {EARLIER}") from error
+        super()._load_checkpoint()  # type: ignore[misc]
         if self.settings.algorithm != "archer":
             return
         block = plain(self.settings.critic)
@@ -92,14 +88,6 @@ class ArCHerSteps:
         for file in self._checkpoint(self.global_steps).parent.glob(f"global_step_*/{FILE}"):
             if not (file.parent / "actor").exists():  # verl keeps max_actor_ckpt_to_keep of them
                 file.unlink()
-
-    def _checkpoint(self, step: int | str) -> Path:
-        return Path(self.config.trainer.default_local_dir) / f"global_step_{step}"
-
-    def _resumed(self) -> Path:
-        """What this run goes on from."""
-        given, mode = self.config.trainer.resume_from_path, self.config.trainer.resume_mode
-        return Path(given) if mode == "resume_path" else self._checkpoint(self.global_steps)
 
     def _resume(self) -> str:
         """How to go on without the critic, in words."""

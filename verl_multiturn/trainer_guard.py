@@ -1,6 +1,7 @@
 """What keeps a run honest about its end: heartbeat, lost processes, a rollout that stands still, a full disk.
 
-A mixin of `MultiTurnMixin`: it overrides `init` and `_save_checkpoint` and offers the rest to `fit`.
+`GuardedRun` is a mixin of `MultiTurnMixin`: it overrides `init` and `_save_checkpoint`, and offers the rest
+to `fit`. `ResumedRun` stands next to verl's trainer, behind the mixins that load parts of their own.
 """
 
 import time
@@ -11,6 +12,7 @@ from typing import Any
 
 from verl_multiturn import checkpoints, heartbeat
 from verl_multiturn import metrics as run_metrics
+from verl_multiturn.checkpoints import EARLIER
 from verl_multiturn.errors import RunStopped
 from verl_multiturn.heartbeat import RESUMES, Heartbeat
 from verl_multiturn.progress import Progress
@@ -144,3 +146,29 @@ class GuardedRun:
             return wait(partition_id, last_debug_time)
 
         return waiting
+
+
+class ResumedRun:
+    """Reads verl's part of a checkpoint."""
+
+    config: Any
+    global_steps: int
+
+    def _load_checkpoint(self) -> None:
+        """verl's; a checkpoint that it cannot read is named, with what to do."""
+        try:
+            super()._load_checkpoint()  # type: ignore[misc]
+        # verl and torch raise whatever a damaged file makes their parts raise, some of it in other processes.
+        except Exception as error:
+            if not self.global_steps:  # nothing was to be read
+                raise
+            why = (str(error).strip().splitlines() or [type(error).__name__])[-1][:300]
+            raise RunStopped(f"the checkpoint {self._resumed()} cannot be read ({why}): {EARLIER}") from error
+
+    def _checkpoint(self, step: int | str) -> Path:
+        return Path(self.config.trainer.default_local_dir) / f"global_step_{step}"
+
+    def _resumed(self) -> Path:
+        """What this run goes on from."""
+        given, mode = self.config.trainer.resume_from_path, self.config.trainer.resume_mode
+        return Path(given) if mode == "resume_path" else self._checkpoint(self.global_steps)

@@ -11,8 +11,9 @@ from typing import Any
 
 import numpy as np
 
+from verl_multiturn.checkpoints import EARLIER
 from verl_multiturn.columns import Floats
-from verl_multiturn.critic.arrays import EARLIER, Arrays, read_arrays, under, write_arrays
+from verl_multiturn.critic.arrays import Arrays, read_arrays, under, write_arrays
 from verl_multiturn.critic.config import ArcherConfig, CriticConfig
 from verl_multiturn.critic.replay import Transition, pack_json, unpack_json
 from verl_multiturn.critic.utterance import UtteranceCritic

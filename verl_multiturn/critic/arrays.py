@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from verl_multiturn.checkpoints import EARLIER
 from verl_multiturn.errors import intact
 
-EARLIER = "go on from an earlier one (trainer.resume_mode=resume_path, trainer.resume_from_path=FOLDER)"
 Arrays = dict[str, npt.NDArray[Any]]
 
 

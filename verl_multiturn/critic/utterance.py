@@ -24,8 +24,9 @@ import numpy.typing as npt
 import torch
 from torch.nn import functional as F
 
+from verl_multiturn.checkpoints import EARLIER
 from verl_multiturn.columns import Floats
-from verl_multiturn.critic.arrays import EARLIER, Arrays, read_arrays, under, write_arrays
+from verl_multiturn.critic.arrays import Arrays, read_arrays, under, write_arrays
 from verl_multiturn.critic.config import CriticConfig, FixedPointWarning
 from verl_multiturn.critic.encoders import Encoder, make_encoder
 from verl_multiturn.critic.replay import Replay, Transition, pack_json, unpack_json
