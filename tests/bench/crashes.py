@@ -1,6 +1,7 @@
 """Kill -9, again and again: a small training run loses a process at a random moment, stops, and resumes.
 
     python tests/bench/crashes.py --folder FOLDER [--rounds 2] [--seed 1] [--lock FILE]
+    python tests/bench/crashes.py --folder FOLDER --config archer_frozenlake --targets critic,"LLM server"
 
 Each start resumes the run that the kill before it ended, and is killed in its turn. What must hold:
 the run goes on or ends within a minute with one sentence; none of its processes is left; the next
@@ -31,7 +32,8 @@ from verl_multiturn.runs import Run
 ROOT = Path(__file__).parents[2]
 TARGETS = ("rollout worker", "LLM server", "raylet", "environment", "driver", "actor", "TransferQueue")
 ROLES = {"rollout worker": "AgentLoopWorkerTQ", "LLM server": "LLMHttpServer|HttpServer", "raylet": "raylet",
-         "actor": "WorkerDict", "TransferQueue": "StorageUnit|Controller"}  # fmt: skip
+         "actor": "WorkerDict", "TransferQueue": "StorageUnit|Controller",
+         "critic": "CriticActor"}  # fmt: skip
 STEPS, BATCH, SIZE = 80, 4, 8
 LIMIT = 60.0  # seconds to stop
 PATIENCE = 600.0  # seconds to start, on a machine with other work
@@ -43,7 +45,7 @@ ENVIRONMENT = (
 UNLIKE = re.compile(r"^(timing|perf/|val/|training/epoch)|seconds|memory|throughput|rollout_probs|tokens_per")
 
 
-def start(folder, name, total):
+def start(folder, name, total, config):
     """The training; its output goes to a file."""
     apart = folder / "apart.py"
     apart.write_text(ENVIRONMENT)
@@ -56,7 +58,7 @@ def start(folder, name, total):
         "trainer.test_freq=-1", "trainer.save_freq=1", f"trainer.total_training_steps={total}",
         "trainer.max_actor_ckpt_to_keep=null",
     ]  # fmt: skip
-    command = [sys.executable, "-m", "verl_multiturn.main", "--config-name", "gigpo_frozenlake", *overrides]
+    command = [sys.executable, "-m", "verl_multiturn.main", "--config-name", config, *overrides]
     with (folder / f"{name}.log").open("a") as log:
         log.write("\n== start\n")
         log.flush()
@@ -117,12 +119,12 @@ def held(lock):
         yield
 
 
-def attempt(target, folder, rng, total):
+def attempt(target, folder, rng, total, config):
     """One start, one kill; what came of it."""
     run, log = folder / "hit", folder / "hit.log"
     before, offset = steps_done(run), log.stat().st_size if log.exists() else 0
     checkpoint = tracker(run)
-    process, started = start(folder, "hit", total), time.monotonic()
+    process, started = start(folder, "hit", total, config), time.monotonic()
     wait, first, pid = rng.uniform(0.0, 8.0), None, None
     while process.poll() is None and pid is None:
         time.sleep(0.05)
@@ -179,11 +181,11 @@ def tracker(run):
     return int(path.read_text()) if path.exists() else 0
 
 
-def finish(folder, name, total, lock):
+def finish(folder, name, total, config, lock):
     """Train to the end without a kill."""
     with held(lock):
         began = time.monotonic()
-        code = start(folder, name, total).wait(timeout=900)
+        code = start(folder, name, total, config).wait(timeout=900)
     return {"exit": code, "seconds": round(time.monotonic() - began, 1)}
 
 
@@ -247,13 +249,14 @@ def main():
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--lock", default="/tmp/verl.lock")
     parser.add_argument("--targets", default=",".join(TARGETS))
+    parser.add_argument("--config", default="gigpo_frozenlake", help="a recipe; ArCHer's has a critic apart")
     parser.add_argument("--whole", type=int, help="only train this many steps without a kill, then compare")
     given = parser.parse_args()
     given.folder.mkdir(parents=True, exist_ok=True)
     results = given.folder / "crashes.jsonl"
     if given.whole:
         for name in ("whole", "hit"):
-            print(name, finish(given.folder, name, given.whole, given.lock), flush=True)
+            print(name, finish(given.folder, name, given.whole, given.config, given.lock), flush=True)
         found = audit(given.folder)
         (given.folder / "audit.json").write_text(json.dumps(found, indent=1))
         print(json.dumps(found, indent=1))
@@ -266,7 +269,8 @@ def main():
     random.seed(given.seed + len(done))
     for number, target in enumerate(plan, start=len(done)):
         with held(given.lock):
-            found = attempt(target, given.folder, random.Random(given.seed * 1000 + number), STEPS)
+            chance = random.Random(given.seed * 1000 + number)
+            found = attempt(target, given.folder, chance, STEPS, given.config)
         with results.open("a") as file:
             file.write(json.dumps(found) + "\n")
         print(json.dumps(found), flush=True)

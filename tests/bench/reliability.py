@@ -1,6 +1,6 @@
 """Everything about reliability that is counted, and results/reliability.md out of it.
 
-    PYTHONPATH=. python tests/bench/reliability.py [--only PART ...] [--crashes FOLDER] [--gigabytes 1 3 10]
+    PYTHONPATH=. python tests/bench/reliability.py [--only PART ...] [--crashes FOLDER ...] [--gigabytes 1 3 10]
 
 Parts: outputs (fuzzed model outputs), growth (time of parsers against length), loop (trajectories
 through the agent loop), memory and ways (steps of it), advantages, folder (a large run). The kills are
@@ -216,10 +216,10 @@ PARTS = {
 }  # fmt: skip
 
 
-def kills(place):
-    """Tries and losses of crashes.py, one line per target."""
-    lines = [json.loads(line) for line in (place / "crashes.jsonl").open()]
-    audit = place / "audit.json"
+def kills(places):
+    """Tries and losses of crashes.py, one line per target; of several folders the first has the audit."""
+    lines = [json.loads(line) for place in places for line in (place / "crashes.jsonl").open()]
+    audit = places[0] / "audit.json"
     return {"tries": [line for line in lines if line["hit"]],
             "audit": json.loads(audit.read_text()) if audit.exists() else None}  # fmt: skip
 
@@ -227,7 +227,7 @@ def kills(place):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="+", choices=PARTS, help="default: all parts")
-    parser.add_argument("--crashes", type=Path, help="folder of crashes.py")
+    parser.add_argument("--crashes", type=Path, nargs="+", help="folders of crashes.py")
     parser.add_argument("--texts", type=int, default=100_000)
     parser.add_argument("--trajectories", type=int, default=4096)
     parser.add_argument("--gigabytes", type=float, nargs="+", default=[1.0, 3.0, 10.0])
