@@ -1,6 +1,6 @@
 """Everything about reliability that is counted, and results/reliability.md out of it.
 
-    PYTHONPATH=. python tests/bench/reliability.py [--only PART ...] [--crashes FOLDER ...] [--gigabytes 1 3 10]
+    PYTHONPATH=. python tests/bench/reliability.py [--only PART] [--crashes FOLDER ...] [--gigabytes N ...]
 
 Parts: outputs (fuzzed model outputs), growth (time of parsers against length), loop (trajectories
 through the agent loop), memory and ways (steps of it), advantages, folder (a large run). The kills are
