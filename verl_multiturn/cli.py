@@ -22,7 +22,7 @@ from verl_multiturn.cli_fit import fit_q
 from verl_multiturn.cli_games import make_alfworld_games
 from verl_multiturn.cli_offline import offline
 from verl_multiturn.cli_plan import plan
-from verl_multiturn.cli_run import key_values, play, replay, rescore
+from verl_multiturn.cli_run import curves, key_values, play, replay, rescore
 from verl_multiturn.cli_search import pairs, search
 from verl_multiturn.cli_setup import doctor
 from verl_multiturn.cli_table import Launching, table
@@ -155,7 +155,7 @@ def view(
 
 
 for command in (
-    envs, panels, measure_envs, rescore, estimators, replay, play, search, pairs, plan, doctor,
+    envs, panels, measure_envs, rescore, curves, estimators, replay, play, search, pairs, plan, doctor,
     make_alfworld_games,
 ):  # fmt: skip
     app.command()(command)

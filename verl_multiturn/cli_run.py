@@ -1,4 +1,4 @@
-"""Commands on what was played or is to be played: rescore, replay, play. Registered in `cli`."""
+"""Commands on what was played or is to be played: rescore, curves, replay, play. Registered in `cli`."""
 
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
@@ -33,6 +33,31 @@ def rescore(
     if out is not None:
         found.turns.to_csv(out, index=False)
         typer.echo(f"wrote {out}")
+
+
+def curves(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run folders, or folders of some.")],
+    metric: Annotated[
+        list[str] | None, typer.Option(help="NAME of the log or of multiturn/NAME/mean; may be repeated.")
+    ] = None,
+    x: Annotated[str, typer.Option(help="step, env_steps or tokens.")] = "step",
+    last: Annotated[int, typer.Option(min=1, help="How many values the table's means are over.")] = 5,
+    out: Annotated[Path | None, typer.Option(help="CSV file for the values, one row each.")] = None,
+    png: Annotated[Path | None, typer.Option(help="Where to draw them.")] = None,
+) -> None:
+    """Compare training runs metric by metric: the seeds of a method together, with 95 % intervals."""
+    from verl_multiturn.curves import DEFAULT, draw, summary
+    from verl_multiturn.curves import curves as read
+    from verl_multiturn.tables.recorded import read_runs
+
+    found = read(read_runs(runs), metric or DEFAULT)
+    typer.echo(summary(found, last).to_string(index=False, float_format="{:.3f}".format))
+    if out is not None:
+        found.to_csv(out, index=False)
+    if png is not None:
+        draw(found, png, x)
+    for path in filter(None, (out, png)):
+        typer.echo(f"wrote {path}")
 
 
 def replay(
