@@ -7,7 +7,7 @@ import subprocess
 import pytest
 
 from verl_multiturn import checkpoints
-from verl_multiturn.checkpoints import check_room, find, keep_best
+from verl_multiturn.checkpoints import check_room, find, keep_best, weights
 from verl_multiturn.errors import RunStopped
 
 
@@ -46,6 +46,49 @@ def test_the_first_checkpoint_is_judged_by_the_model(tmp_path, monkeypatch):
     free.free = 6601
     check_room(tmp_path / "none yet", str(tmp_path))
     check_room(tmp_path / "none yet", "name/of-a-hub")
+
+
+def test_a_model_of_the_hub_is_found_in_its_cache(tmp_path, monkeypatch):
+    """As the hub's own library lays it down; nothing is downloaded. A critic doubles the first checkpoint."""
+    from huggingface_hub import constants, file_download
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(file_download.constants, "HF_HUB_CACHE", str(tmp_path))
+    store = tmp_path / "models--Qwen--Qwen2.5-1.5B-Instruct"
+    for name in ("blobs", "refs", "snapshots/abc"):
+        (store / name).mkdir(parents=True)
+    (store / "refs" / "main").write_text("abc")
+    for name, size in (("config.json", 10), ("a.safetensors", 600), ("b.safetensors", 400), ("a.bin", 900)):
+        (store / "blobs" / name).write_bytes(bytes(size))
+        (store / "snapshots/abc" / name).symlink_to(f"../../blobs/{name}")
+    model = "Qwen/Qwen2.5-1.5B-Instruct"
+    assert (
+        weights(model) == 1000 and weights("Qwen/other") == weights("no/such/name") == weights("/none") == 0
+    )
+    free = type("Usage", (), {"free": 6599})
+    monkeypatch.setattr(checkpoints.shutil, "disk_usage", lambda place: free)
+    with pytest.raises(RunStopped):
+        check_room(tmp_path / "none yet", model)
+    free.free = 6601
+    check_room(tmp_path / "none yet", model)
+    with pytest.raises(RunStopped):
+        check_room(tmp_path / "none yet", model, models=2)
+    free.free = 13201
+    check_room(tmp_path / "none yet", model, models=2)
+
+
+def test_the_largest_earlier_one_tells_the_size(tmp_path, monkeypatch):
+    """Not the newest folder: the rotation touches old ones, and a kill leaves half of one."""
+    for step, size in ((1, 10), (2, 1000), (3, 30)):
+        checkpoint(tmp_path, step, size)
+    (tmp_path / "global_step_1" / "gone").touch()
+    (tmp_path / "global_step_1" / "gone").unlink()
+    free = type("Usage", (), {"free": 1099})
+    monkeypatch.setattr(checkpoints.shutil, "disk_usage", lambda place: free)
+    with pytest.raises(RunStopped):
+        check_room(tmp_path, "model")
+    free.free = 1101
+    check_room(tmp_path, "model")
 
 
 def test_the_best_outlives_the_rotation(tmp_path):

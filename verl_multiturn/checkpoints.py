@@ -88,19 +88,53 @@ def merged(found: Found) -> str:
     return found.path
 
 
-def check_room(folder: Path, model: str) -> None:
+def check_mark(folder: Path) -> None:
+    """Refuse to resume where verl's mark of the last checkpoint leads nowhere: verl would begin anew.
+
+    verl writes that file in place, so a kill or a full disk may leave it empty.
+
+    Args:
+        folder: of the checkpoints.
+
+    Raises:
+        ValueError: what is wrong, which whole checkpoints are there, how to go on.
+    """
+    mark = folder / LATEST
+    if not mark.exists():
+        return
+    text = mark.read_text(encoding="utf-8", errors="replace").strip()
+    if not (text.isascii() and text.isdigit()):
+        wrong = f"{mark} has {text[:40]!r} in it, not the step of a checkpoint"
+    elif not (folder / f"global_step_{int(text)}").is_dir():
+        wrong = f"{mark} names step {text}, but there is no {folder / f'global_step_{int(text)}'}"
+    else:
+        return
+    # verl writes data.pt last, and its rotation leaves it where it takes the weights away.
+    found = (path.parent for path in folder.rglob("global_step_*/data.pt"))
+    there = sorted((path for path in found if (path / "actor").is_dir()), key=_step)
+    names = ", ".join(str(path.relative_to(folder)) for path in there) or "none"
+    cure = f"trainer.resume_mode=resume_path trainer.resume_from_path={there[-1]}" if there else ""
+    anew = f"remove {mark} to begin anew"
+    raise ValueError(
+        f"{wrong}; whole checkpoints there: {names}; {f'go on with {cure}, or ' if cure else ''}{anew}"
+    )
+
+
+def check_room(folder: Path, model: str, models: int = 1) -> None:
     """Refuse to save a checkpoint that would fill the disk: verl leaves half of one there.
 
     Args:
         folder: of the checkpoints.
-        model: folder of the model, whose size tells that of a first checkpoint.
+        model: folder of the model or its name in a hub, whose size tells that of a first checkpoint.
+        models: that are saved with one, each of that size.
 
     Raises:
         RunStopped: how much is free, how much is needed.
     """
-    earlier = sorted(folder.glob("global_step_*"), key=lambda path: path.stat().st_mtime)
+    # A kill may have left half of one, and the rotation leaves a part of every one.
+    earlier = max(map(size, folder.glob("global_step_*")), default=0)
     # Weights in float32 and two moments are at most six times weights of two bytes.
-    needed = MARGIN * (size(earlier[-1]) if earlier else 6 * size(Path(model)))
+    needed = MARGIN * (earlier or 6 * models * weights(model))
     place = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     free = shutil.disk_usage(place).free
     if free < needed:
@@ -109,6 +143,23 @@ def check_room(folder: Path, model: str) -> None:
             f"{needed / 1e9:.2f} GB; free some, or lower trainer.max_actor_ckpt_to_keep, and rerun the same "
             "command to resume from the one before"
         )
+
+
+def weights(model: str) -> int:
+    """Bytes of a model's weight files, in its folder or the hub's local cache; 0 where it is in neither."""
+    folder = Path(model)
+    if not folder.is_dir():
+        from huggingface_hub import try_to_load_from_cache
+
+        try:
+            found = try_to_load_from_cache(model, "config.json")
+        except ValueError:  # no name that a hub may have
+            return 0
+        if not isinstance(found, str):
+            return 0
+        folder = Path(found).parent
+    # The same weights may lie there in both forms.
+    return max(sum(path.stat().st_size for path in folder.glob(kind)) for kind in ("*.safetensors", "*.bin"))
 
 
 def size(folder: Path) -> int:

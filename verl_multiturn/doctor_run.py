@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from verl_multiturn import heartbeat
-from verl_multiturn.checkpoints import LATEST
+from verl_multiturn.checkpoints import LATEST, check_mark
 from verl_multiturn.doctor_report import Line
 from verl_multiturn.doctor_setup import GB, existing
 from verl_multiturn.heartbeat import INTERVAL, born
@@ -119,16 +119,20 @@ def _pace(folder: Path, beat: dict[str, Any], now: float) -> list[Line]:
 
 def _records(folder: Path) -> list[Line]:
     steps = sorted(map(step_of, trajectory_files(folder, "train")))
-    tracker = folder / "checkpoints" / LATEST
+    tracker, status = folder / "checkpoints" / LATEST, "ok"
     text = f"steps up to {steps[-1]} are recorded" if steps else "no step is recorded"
     if tracker.exists():
-        step = tracker.read_text(encoding="utf-8").strip()
-        text += f"; the last checkpoint is of step {step}: the same command resumes after it"
+        try:
+            check_mark(tracker.parent)
+            step = tracker.read_text(encoding="utf-8").strip()
+            text += f"; the last checkpoint is of step {step}: the same command resumes after it"
+        except ValueError as error:
+            text, status = f"{text}; {error}", "FAIL"
     else:
         text += "; there is no checkpoint: the same command begins anew, and moves these aside"
     disk = shutil.disk_usage(existing(folder)).free / GB
     return [
-        Line(PART, "ok", "records", text),
+        Line(PART, status, "records", text),  # type: ignore[arg-type]
         Line(PART, "ok" if disk >= 1 else "FAIL", "disk", f"{disk:.1f} GB free"),
     ]
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from verl_multiturn import checkpoints
 from verl_multiturn.compose import plain
 from verl_multiturn.panel import ALSO, FIRST_ID, Panel, check_disjoint, load_panel
 
@@ -122,18 +123,21 @@ IDENTITY = ("multiturn.env", "multiturn.env_kwargs", "multiturn.algorithm", "mul
 
 
 def prepare_folder(config: DictConfig) -> None:
-    """Make the run folder; refuse one whose checkpoints belong to another run.
+    """Make the run folder; refuse one whose checkpoints belong to another run, or cannot be found.
 
     Raises:
-        ValueError: it cannot be made, or resuming there would mix two runs.
+        ValueError: it cannot be made, the last checkpoint is not there, or resuming would mix two runs.
     """
     folder = Path(config.multiturn.run)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ValueError(f"multiturn.run={folder} cannot be made: {error.strerror}") from None
-    tracker = Path(config.trainer.default_local_dir) / "latest_checkpointed_iteration.txt"
-    if config.trainer.resume_mode != "auto" or not (tracker.exists() and (folder / "config.yaml").exists()):
+    if config.trainer.resume_mode != "auto":
+        return
+    checkpoints.check_mark(Path(config.trainer.default_local_dir))
+    mark = Path(config.trainer.default_local_dir) / checkpoints.LATEST
+    if not (mark.exists() and (folder / "config.yaml").exists()):
         return
     before = OmegaConf.load(folder / "config.yaml")
     for key in IDENTITY:
