@@ -3,10 +3,12 @@
     python tests/bench/crashes.py --folder FOLDER [--rounds 2] [--seed 1] [--lock FILE]
     python tests/bench/crashes.py --folder FOLDER --config archer_frozenlake --targets critic,"LLM server"
 
-Each start resumes the run that the kill before it ended, and is killed in its turn. What must hold:
-the run goes on or ends within a minute with one sentence; none of its processes is left; the next
-start continues at the step after the last checkpoint; in the end no step is missing or doubled, no
-trajectory either, and with fixed seeds the metrics and weights equal those of a run that nothing hit.
+Each start resumes the run that the kill before it ended, trains two steps, and is killed in its turn: at a
+moment of the two steps after them, drawn over the time that two steps take, or in a phase that is too short
+to be met by chance. Every second step is validated, each has a checkpoint. What must hold: the run goes on or
+ends within a minute with one sentence; none of its processes is left; the first step of a start is the one
+after the checkpoint that it found; in the end no step is missing or doubled, no trajectory either, and with
+fixed seeds the metrics and weights equal those of a run that nothing hit.
 Each try is a line of FOLDER/crashes.jsonl, written at once: a second call goes on behind them.
 """
 
@@ -30,19 +32,24 @@ from verl_multiturn.heartbeat import read
 from verl_multiturn.runs import Run
 
 ROOT = Path(__file__).parents[2]
-TARGETS = ("rollout worker", "LLM server", "raylet", "environment", "driver", "actor", "TransferQueue")
+TARGETS = ("rollout worker", "LLM server", "raylet", "gcs_server", "environment", "driver", "actor",
+           "TransferQueue")  # fmt: skip
 ROLES = {"rollout worker": "AgentLoopWorkerTQ", "LLM server": "LLMHttpServer|HttpServer", "raylet": "raylet",
-         "actor": "WorkerDict", "TransferQueue": "StorageUnit|Controller",
+         "gcs_server": "gcs_server", "actor": "WorkerDict", "TransferQueue": "StorageUnit|Controller",
          "critic": "CriticActor"}  # fmt: skip
-STEPS, BATCH, SIZE = 80, 4, 8
+# By the number of the try: the phase that is waited for, or None for a moment by chance. Seven of them, so
+# that a target meets another one in every round.
+AIMS = (None, "checkpoint", "weight transfer", None, "validation", "actor update", None)
+STEPS, BATCH, SIZE = 400, 4, 8
+SPAN = 2  # steps: one with a validation, one without
 LIMIT = 60.0  # seconds to stop
-PATIENCE = 600.0  # seconds to start, on a machine with other work
+PATIENCE = 900.0  # seconds to start and to train SPAN steps, on a machine with other work
 ENVIRONMENT = (
     "from environments.frozen_lake import FrozenLake\n"
     "class Apart(FrozenLake):\n    '''FrozenLake in a process of its own.'''\n    runs_in = 'process'\n"
 )
 # What differs from run to run by its nature.
-UNLIKE = re.compile(r"^(timing|perf/|val/|training/epoch)|seconds|memory|throughput|rollout_probs|tokens_per")
+UNLIKE = re.compile(r"^(timing|perf/|training/epoch)|seconds|memory|throughput|rollout_probs|tokens_per")
 
 
 def start(folder, name, total, config):
@@ -55,7 +62,7 @@ def start(folder, name, total, config):
         "multiturn.train={first_seed: 1000000, size: 64}", "multiturn.val={first_seed: 500000, size: 4}",
         "multiturn.test=null", "multiturn.seeded=true", f"data.train_batch_size={BATCH}",
         f"actor_rollout_ref.actor.ppo_mini_batch_size={BATCH}", "trainer.val_before_train=false",
-        "trainer.test_freq=-1", "trainer.save_freq=1", f"trainer.total_training_steps={total}",
+        f"trainer.test_freq={SPAN}", "trainer.save_freq=1", f"trainer.total_training_steps={total}",
         "trainer.max_actor_ckpt_to_keep=null",
     ]  # fmt: skip
     command = [sys.executable, "-m", "verl_multiturn.main", "--config-name", config, *overrides]
@@ -76,11 +83,8 @@ def family(pid):
         return []
 
 
-def victim(target, process, run):
+def victim(target, process, beat):
     """The process to be killed, or None while it is not there."""
-    beat = read(run) or {}
-    if beat.get("pid") != process.pid:
-        return None
     if target == "driver":
         return process.pid
     if target == "environment":
@@ -119,25 +123,42 @@ def held(lock):
         yield
 
 
-def attempt(target, folder, rng, total, config):
+class Moment:
+    """When to kill: by chance in the SPAN steps after the first SPAN, or in a phase of them."""
+
+    def __init__(self, chance, aim):
+        self.share, self.aim, self.first, self.begins = chance.random(), aim, None, {}
+
+    def come(self, beat):
+        """Whether it has come; learns from each beat when the steps begin."""
+        if beat["phase"] == "rollout":
+            self.begins.setdefault(beat["step"], time.monotonic())
+            self.first = self.first or beat["step"]
+        if not self.first or self.first + SPAN not in self.begins:
+            return False
+        if self.aim is not None:
+            return beat["phase"] == self.aim
+        begin = self.begins[self.first + SPAN]
+        return time.monotonic() - begin >= self.share * (begin - self.begins[self.first])
+
+
+def attempt(target, aim, folder, chance, total, config):
     """One start, one kill; what came of it."""
     run, log = folder / "hit", folder / "hit.log"
     before, offset = steps_done(run), log.stat().st_size if log.exists() else 0
-    checkpoint = tracker(run)
+    checkpoint, pid, beat, moment = tracker(run), None, {}, Moment(chance, aim)
     process, started = start(folder, "hit", total, config), time.monotonic()
-    wait, first, pid = rng.uniform(0.0, 8.0), None, None
     while process.poll() is None and pid is None:
-        time.sleep(0.05)
-        first = first or (time.monotonic() if (read(run) or {}).get("phase") not in (None, "start-up")
-                          and (read(run) or {}).get("pid") == process.pid else None)  # fmt: skip
-        if first and time.monotonic() - first >= wait:
-            pid = victim(target, process, run)
+        time.sleep(0.02)
+        beat = read(run) or {}
+        if beat.get("pid") == process.pid and moment.come(beat):
+            pid = victim(target, process, beat)
         if time.monotonic() - started > PATIENCE:
             process.kill()
-    beat = read(run) or {}
     record = {
-        "target": target, "phase": beat.get("phase"), "step": beat.get("step"), "checkpoint": checkpoint,
-        "recorded": before[-1] if before else 0,
+        "target": target, "aim": aim, "phase": beat.get("phase"), "step": beat.get("step"),
+        "checkpoint": checkpoint, "recorded": before[-1] if before else 0, "first_step": moment.first,
+        "resumed_right": moment.first == checkpoint + 1,
     }  # fmt: skip
     if pid is None:
         return record | {"hit": False, "output": last(log, offset)[1][-2000:]}
@@ -168,11 +189,9 @@ def attempt(target, folder, rng, total, config):
     gone, names = time.monotonic() - killed, [safely(one.name) for one in left]
     for one in left:
         one.kill()
-    resumed = re.findall(r"^step (\d+)/", last(log, offset)[1], re.MULTILINE)
     return record | {
         "hit": True, "outcome": outcome, "seconds": round(seconds, 1), "sentence": sentence, "left": names,
-        "gone_after": round(gone, 1), "exit": process.returncode,
-        "first_step": int(resumed[0]) if resumed else None,
+        "gone_after": round(gone, 1), "exit": process.returncode, "checkpoint_after": tracker(run),
     }  # fmt: skip
 
 
@@ -183,10 +202,16 @@ def tracker(run):
 
 def finish(folder, name, total, config, lock):
     """Train to the end without a kill."""
+    log, checkpoint = folder / f"{name}.log", tracker(folder / name)
     with held(lock):
-        began = time.monotonic()
-        code = start(folder, name, total, config).wait(timeout=900)
-    return {"exit": code, "seconds": round(time.monotonic() - began, 1)}
+        began, offset = time.monotonic(), log.stat().st_size if log.exists() else 0
+        code = start(folder, name, total, config).wait(timeout=3600)
+    first = re.search(r"^step (\d+)/", last(log, offset)[1], re.MULTILINE)
+    first = int(first[1]) if first else None
+    return {
+        "exit": code, "seconds": round(time.monotonic() - began, 1), "checkpoint": checkpoint,
+        "first_step": first, "resumed_right": first in (None, checkpoint + 1),
+    }  # fmt: skip
 
 
 def audit(folder):
@@ -194,10 +219,13 @@ def audit(folder):
     hit, whole = Run(folder / "hit"), Run(folder / "whole")
     steps = hit.steps("train")
     lines = [json.loads(line) for line in (hit.folder / "metrics.jsonl").open()]
-    counted = Counter(line["step"] for line in lines if "timing_s/step" in line["metrics"])
+    counted = Counter(line["step"] for line in lines if "training/global_step" in line["metrics"])
     found = {"steps": len(steps), "gaps": sorted(set(range(1, steps[-1] + 1)) - set(steps))}
     found["metric_gaps"] = sorted(set(steps) - set(counted))
     found["metric_doubles"] = sorted(step for step, n in counted.items() if n > 1)
+    judged = Counter(line["step"] for line in lines if "val/success" in line["metrics"])
+    found["validation_gaps"] = sorted(set(range(SPAN, steps[-1] + 1, SPAN)) - set(judged))
+    found["validation_doubles"] = sorted(step for step, n in judged.items() if n > 1)
     found["trajectories"], found["doubled"], found["half"] = 0, 0, 0
     for step in steps:
         records = hit.trajectories("train", step)
@@ -248,20 +276,23 @@ def main():
     parser.add_argument("--rounds", type=int, default=2, help="kills of each target")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--lock", default="/tmp/verl.lock")
-    parser.add_argument("--targets", default=",".join(TARGETS))
+    parser.add_argument("--targets", help=f"default: {', '.join(TARGETS)}; with ArCHer its critic, too")
     parser.add_argument("--config", default="gigpo_frozenlake", help="a recipe; ArCHer's has a critic apart")
     parser.add_argument("--whole", type=int, help="only train this many steps without a kill, then compare")
     given = parser.parse_args()
     given.folder.mkdir(parents=True, exist_ok=True)
     results = given.folder / "crashes.jsonl"
     if given.whole:
+        ends = {}
         for name in ("whole", "hit"):
-            print(name, finish(given.folder, name, given.whole, given.config, given.lock), flush=True)
-        found = audit(given.folder)
+            ends[name] = finish(given.folder, name, given.whole, given.config, given.lock)
+            print(name, ends[name], flush=True)
+        found = audit(given.folder) | {"last_start": ends["hit"]}
         (given.folder / "audit.json").write_text(json.dumps(found, indent=1))
         print(json.dumps(found, indent=1))
         return
-    plan = given.targets.split(",") * given.rounds
+    every = [*TARGETS, *["critic"] * ("archer" in given.config)]
+    plan = (given.targets.split(",") if given.targets else every) * given.rounds
     done = [json.loads(line) for line in results.open()] if results.exists() else []
     for one in done:
         if one["hit"] and one["target"] in plan:
@@ -270,7 +301,8 @@ def main():
     for number, target in enumerate(plan, start=len(done)):
         with held(given.lock):
             chance = random.Random(given.seed * 1000 + number)
-            found = attempt(target, given.folder, chance, STEPS, given.config)
+            aim = AIMS[number % len(AIMS)]
+            found = attempt(target, aim, given.folder, chance, STEPS, given.config)
         with results.open("a") as file:
             file.write(json.dumps(found) + "\n")
         print(json.dumps(found), flush=True)

@@ -145,6 +145,17 @@ def _kills(one):
         "`verl-multiturn doctor RUN` do.",
         "",
     ]
+    phases = Counter(line["phase"] for line in tries)
+    hit = ", ".join(f"{name} {count}" for name, count in phases.most_common())
+    out += [f"Phases that were hit, as the heartbeat had them: {hit}.", ""]
+    if judged := [line for line in tries if "resumed_right" in line]:
+        wrong = [line for line in judged if not line["resumed_right"]]
+        said = "; ".join(f"checkpoint {x['checkpoint']}, first step {x['first_step']}" for x in wrong)
+        out += [
+            f"First step of a start equal to the checkpoint it found + 1: {len(judged) - len(wrong)} of "
+            f"{len(judged)} starts{f' (else: {said})' if wrong else ''}.",
+            "",
+        ]
     out += [f"* {line['target']}: {line['note']}" for line in tries if "note" in line]
     if audit := one["audit"]:
         out += ["After the last of them:", "", *(f"* {name}: {value}" for name, value in audit.items()), ""]
