@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from verl_multiturn import doctor_run, heartbeat
+from verl_multiturn import doctor_run, heartbeat, watch
 from verl_multiturn.cli import app
 from verl_multiturn.errors import RunStopped
 from verl_multiturn.heartbeat import Heartbeat, born, read
@@ -206,7 +206,7 @@ def test_what_the_records_add(tmp_path):
         for turn in (1, 4):
             error = {"error": "the LLM server took longer than 5 s", "task": 9, "turn": turn, "step": 3}
             writer.failure(error | {"waiting": "LLM server", "waiting_seconds": 5.0, "seconds": 8.0})
-    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / "global_step_2").mkdir(parents=True)
     (tmp_path / "checkpoints" / "latest_checkpointed_iteration.txt").write_text("2")
     heart = Heartbeat(tmp_path)
     heart.enter("rollout", 4)
@@ -260,3 +260,154 @@ def test_a_full_disk_does_not_end_the_heartbeat(tmp_path):
     )  # fmt: skip
     assert done.returncode == 0 and "heartbeat.json cannot be written: File too large" in done.stderr
     assert read(tmp_path)["ending"] == "done"
+
+
+class Looks:
+    """A watch whose looks are given: an error is raised, a number of seconds slept, None is all right."""
+
+    processes = {}
+
+    def __init__(self, *looks):
+        self.looks, self.count = list(looks), 0
+
+    def lost(self):
+        self.count += 1
+        look = self.looks.pop(0) if len(self.looks) > 1 else self.looks[0]
+        if isinstance(look, Exception):
+            raise look
+        if isinstance(look, float):
+            time.sleep(look)
+            return None
+        return look
+
+
+def test_an_error_of_the_look_at_the_processes_ends_nothing(tmp_path):
+    """Ray's list may fail once; a process that is lost later is still found, and the file is written."""
+    heart = Heartbeat(tmp_path, interval=0.02, grace=600.0, patience=600.0)
+    heart.start()
+    looks = Looks(KeyError("Pid"), ConnectionError("GCS\nis away"), None, KeyError("Pid"), "X is gone")
+    heart.watch(looks)
+    until(lambda: heart.problem is not None)
+    assert looks.count >= 5 and heart.problem.startswith("X is gone, in phase 'start-up' of step 0")
+    before = read(tmp_path)["time"]
+    until(lambda: read(tmp_path)["time"] > before)
+    heart.close("stopped", heart.problem)
+
+
+@pytest.mark.parametrize(
+    ("looks", "why"),
+    [([None, ConnectionError("GCS\nis away")], r" \(ConnectionError: GCS is away\)"), ([None, 5.0], "")],
+    ids=["raises", "hangs"],
+)
+def test_a_ray_that_no_longer_answers_stops_the_run(tmp_path, capsys, looks, why):
+    heart = Heartbeat(tmp_path, interval=0.02, grace=600.0, patience=0.3)
+    heart.start()
+    heart.enter("actor update", 7)
+    heart.watch(Looks(*looks))
+    until(lambda: heart.problem is not None)
+    sentence = rf"Ray no longer answers: for 0\.3 s it did not say which processes are there{why}, in phase "
+    with pytest.raises(RunStopped, match=sentence + "'actor update' of step 7; the same command resumes"):
+        heart.check()
+    assert capsys.readouterr().err == f"error: {heart.problem}\n", "said once"
+    heart.close("stopped", heart.problem)
+
+
+def test_a_phase_that_never_ends_stops_the_run(tmp_path, capsys):
+    """A rollout has limits of its own; an update that another one's end would end has not."""
+    heart = Heartbeat(tmp_path, interval=0.02, grace=600.0, limit=0.2)
+    heart.start()
+    heart.enter("rollout", 7)
+    time.sleep(0.4)
+    heart.check()
+    heart.enter("actor update", 7)
+    time.sleep(0.05)
+    heart.check()
+    until(lambda: heart.problem is not None)
+    sentence = "nothing has come for 0.2 s (multiturn.phase_timeout), in phase 'actor update' of step 7; "
+    assert heart.problem == sentence + heartbeat.RESUMES and capsys.readouterr().err.count("\n") == 1
+    heart.close("stopped", heart.problem)
+
+
+def test_what_is_said_first_of_an_end_stays(tmp_path):
+    heart = Heartbeat(tmp_path, interval=600.0)
+    heart.start()
+    heart.close("stopped", "the cause")
+    heart.close("stopped", "what followed from it")
+    assert read(tmp_path)["reason"] == "the cause"
+
+
+# ------------------------------------------------------------------------------- the processes, as Ray says
+
+
+def actor(name, state="ALIVE", pid=11):
+    return {"State": state, "ActorClassName": name, "Pid": pid, "Address": {"IPAddress": "10.0.0.1"}}
+
+
+@pytest.fixture
+def ray_list(monkeypatch):
+    """Stand-ins for what Ray and the kernel say: a list of actors, daemons and when each began."""
+    listed = {"actors": {}, "daemons": {}, "born": {}}
+    monkeypatch.setattr(watch, "_actors", lambda: dict(listed["actors"]))
+    monkeypatch.setattr(watch, "daemons", lambda: dict(listed["daemons"]))
+    monkeypatch.setattr(watch, "born", lambda pid: listed["born"].get(pid))
+    return listed
+
+
+def test_actors_that_die_or_vanish_are_lost(ray_list):
+    ray_list["actors"] = {"a": actor("Worker"), "b": actor("Server", pid=12), "c": actor("Old", "DEAD")}
+    looked = watch.RayWatch()
+    assert looked.processes == {"Worker": [11], "Server": [12]} and looked.lost() is None
+    ray_list["actors"]["d"] = actor("Later", "DEAD")  # one of another purpose, made and ended since
+    assert looked.lost() is None
+    ray_list["actors"]["b"] = actor("Server", "DEAD", pid=12)
+    assert looked.lost() == "the process of Server (process 12 on 10.0.0.1) is gone"
+    del ray_list["actors"]["b"]
+    assert looked.lost() == "the process of Server (process 12 on 10.0.0.1) is gone"
+
+
+def test_an_actor_that_was_being_made_gets_its_process(ray_list):
+    ray_list["actors"] = {"a": actor("Worker", "PENDING_CREATION", pid=0)}
+    looked = watch.RayWatch()
+    ray_list["actors"]["a"] = actor("Worker", pid=21)
+    assert looked.lost() is None and looked.processes == {"Worker": [21]}
+
+
+def test_rays_own_are_looked_at_before_it_is_asked(ray_list, monkeypatch):
+    """Without its control store the question for the actors would wait."""
+    ray_list["daemons"], ray_list["born"] = {7: ("gcs_server", 100), 8: ("raylet", 101)}, {7: 100, 8: 101}
+    looked = watch.RayWatch()
+    assert looked.processes == {"gcs_server": [7], "raylet": [8]} and looked.lost() is None
+    monkeypatch.setattr(watch, "_actors", lambda: pytest.fail("asked"))
+    for gone in (None, 500):  # nobody has the number now, or somebody else
+        ray_list["born"][7] = gone
+        assert looked.lost() == "Ray's gcs_server (process 7) is gone"
+
+
+@pytest.mark.parametrize("above", ["driver", "raylet"])
+def test_rays_own_are_found_from_the_driver_and_from_an_actor(tmp_path, above):
+    """Real processes under the names of Ray's: beside this one, and as the raylet that has it as a child."""
+    sleeper = "import ctypes, sys, time; ctypes.CDLL(None).prctl(15, sys.argv[1].encode()); time.sleep(60)"
+    look = "from verl_multiturn.watch import daemons; print(sorted(name for name, _ in daemons().values()))"
+    script = f"""
+import ctypes, subprocess, sys
+def start(name):
+    return subprocess.Popen([sys.executable, "-c", {sleeper!r}, name], stdout=subprocess.DEVNULL)
+helpers = [start("gcs_server"), start("other")]
+raylet = {"start('raylet')" if above == "driver" else "None"}
+for one in helpers + [raylet] * (raylet is not None):
+    while open(f"/proc/{{one.pid}}/comm").read().strip() not in ("gcs_server", "other", "raylet"):
+        pass
+if raylet is not None:
+    {look}
+else:
+    middle = "import ctypes, subprocess, sys; ctypes.CDLL(None).prctl(15, b'raylet'); "
+    middle += "subprocess.run([sys.executable, '-c', sys.argv[1]])"
+    subprocess.run([sys.executable, "-c", middle, {look!r}])
+for one in helpers + [raylet] * (raylet is not None):
+    one.kill()
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert done.stdout == "['gcs_server', 'raylet']\n", done.stderr

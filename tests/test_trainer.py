@@ -334,6 +334,9 @@ class Writer:
     def metrics(self, step, metrics):
         self.written.append(("metrics", step, dict(metrics)))
 
+    def flush(self):
+        self.written.append(("flush",))
+
 
 def test_compute_advantage_records_the_step(trainer, queue):
     trainer.writer = Writer()
@@ -623,7 +626,7 @@ def test_validation_reports_success_and_failures(trainer, queue, monkeypatch):
     metrics = trainer._validate()
     assert metrics["of_verl"] == 1.0
     assert (metrics["val/episodes"], metrics["val/failed"], metrics["val/success"]) == (2.0, 1.0, 0.5)
-    assert [entry[:2] for entry in trainer.writer.written] == [("val", 5), ("metrics", 5)]
+    assert [entry[:2] for entry in trainer.writer.written] == [("val", 5), ("flush",), ("metrics", 5)]
     assert trainer.progress.lines == [(5, metrics)]
 
 

@@ -29,7 +29,7 @@ from verl_multiturn.trainer import MultiTurnTrainer
 VECTORS = json.loads((Path(__file__).parent / "data" / "archer_vectors.json").read_text())
 SMALL = [
     "hardware=cpu", "multiturn.critic.min_size=2", "multiturn.critic.batch=8", "multiturn.archer.updates=2",
-    "multiturn.seeded=true", "multiturn.critic.hidden=8",
+    "multiturn.seeded=true", "multiturn.critic.hidden=8", "multiturn.archer.normalize=none",
 ]  # fmt: skip
 
 
@@ -126,6 +126,9 @@ class Writer:
 
     def trajectories(self, split, step, rows):
         self.written.append((split, step, rows))
+
+    def flush(self):
+        pass
 
 
 def rollout(queue, step=5):
@@ -396,15 +399,15 @@ def test_a_resumed_run_takes_the_critic_up(saved, queue, monkeypatch):
     saved._save_checkpoint()
     before, started = saved.actor, []
 
-    def start(critic, archer, gpus, cpus, resume, bundles):
-        started.append((critic, archer, gpus, cpus, bundles))
+    def start(critic, archer, gpus, cpus, resume, bundles, patience):
+        started.append((critic, archer, gpus, cpus, bundles, patience))
         actor = CriticActor(critic, archer)
         saved.actor = actor
         return lambda name, *arguments: getattr(actor, name)(*arguments)
 
     monkeypatch.setattr(trainer_archer, "start", start)
     saved._load_checkpoint()
-    assert started == [(before.config, before.archer, 0, 1, None)]
+    assert started == [(before.config, before.archer, 0, 1, None, 7200)]
     assert saved.actor is not before and saved.actor.critic.steps == 2
     assert saved.actor.prompts == before.prompts and saved.actor.fresh == before.fresh
     assert [row.id for row in saved.actor.critic.replay.rows] == [row.id for row in before.critic.replay.rows]

@@ -58,7 +58,8 @@ from verl_multiturn.rollout import rows
 from verl_multiturn.rollout.loop import MultiTurnLoop
 from verl_multiturn.trainer import MultiTurnColocateAsyncTrainer, MultiTurnMixin, MultiTurnTrainer
 from verl_multiturn.trainer_archer import ArCHerSteps
-from verl_multiturn.trainer_guard import PHASES, GuardedRun
+from verl_multiturn.trainer_guard import BEGINS, PHASES, GuardedRun
+from verl_multiturn.trainer_record import RecordedSteps
 from verl_multiturn.trainer_starpo import StarPOSteps
 from verl_multiturn.turns import Trajectory, Turn, TurnBatch
 from verl_multiturn.vine_metrics import of_vine
@@ -632,6 +633,7 @@ SIGNATURES = {
     PPOTrainer._setup: "self",
     PPOTrainer._load_checkpoint: "self",
     PPOTrainer._save_checkpoint: "self",
+    PPOTrainer.step: "self metrics timing_raw",
     PPOTrainer._init_tokenizer: "self",
     PPOTrainer.init: "self",
     ReplayBuffer.sample: "self global_steps partition_id batch_size",
@@ -691,8 +693,10 @@ def test_every_override_exists_in_verl():
     }
     ours |= {"_judge_turns", "_in_silico_advantages", "_put_numbers", "_checkpoint", "_resume", "_resumed"}
     ours |= {"_caveats"}
+    ours |= {"_measured", "_complete_validation", "close"}
     ours |= {"_alive", "_last_words", "_step", "_impatient", "_check_groups", "_keep_best"}
     defined = vars(MultiTurnMixin) | vars(StarPOSteps) | vars(ArCHerSteps) | vars(GuardedRun)
+    defined |= vars(RecordedSteps)
     overrides = {name for name, value in defined.items() if inspect.isfunction(value)} - ours
     assert {"fit", "_validate", "_compute_advantage", "_step_once"} <= overrides
     for base in (PPOTrainerSync, PPOTrainerColocateAsync):
@@ -705,7 +709,7 @@ def test_every_override_exists_in_verl():
 def test_phases_are_methods_that_verl_calls_on_the_trainer():
     """They are wrapped on the instance, so verl must call them through it."""
     source = inspect.getsource(PPOTrainer.fit) + inspect.getsource(PPOTrainer._step_once)
-    for name in PHASES:
+    for name in PHASES | BEGINS:
         assert callable(getattr(PPOTrainer, name)), name
         assert f"self.{name}(" in source, name
     assert "self._wait_for_next_poll(" in inspect.getsource(ReplayBuffer.sample)
@@ -730,6 +734,10 @@ def test_overrides_are_called_as_we_declare_them():
     assert "self._compute_advantage(batch, metrics=metrics)" in step
     fit = inspect.getsource(PPOTrainer.fit)
     assert "self._compute_metrics(batch, metrics, self.timing_raw, global_steps=self.global_steps" in fit
+    assert "self.step(metrics, self.timing_raw)" in fit
+    assert fit.index("self.on_step_begin()") < fit.index("self.step(") < fit.index("self._save_checkpoint()")
+    assert fit.index("self._save_checkpoint()") < fit.index("self.on_step_end()")
+    assert fit.index("current_epoch = (self.global_steps - 1) // self.steps_per_epoch") > 0
     assert fit.index("self.on_step_end()") < fit.index("self._compute_metrics(") < fit.index("tq.kv_clear(")
     assert "self._fetch_one_gen_batch()" in inspect.getsource(PPOTrainer._next_train_batch)
     for submits in (PPOTrainer._add_prompts_to_generate, PPOTrainer._add_batch_to_generate):

@@ -32,6 +32,13 @@ class RunStopped(RuntimeError):
     said = False
 
 
+def cause_of(error: BaseException) -> BaseException:
+    """What was raised, also in another process: there Ray's own error stands around it, a whole traceback."""
+    while isinstance(inner := getattr(error, "cause", None), BaseException):
+        error = inner
+    return error
+
+
 @contextmanager
 def intact(path: str | Path, cure: str) -> Iterator[None]:
     """Says whatever reading a damaged file raises as one ValueError, which names the file and what to do.

@@ -74,6 +74,7 @@ VALUES: dict[str, tuple[type, float]] = {
     "multiturn.max_actions?": (int, 1),
     "multiturn.step_timeout": (float, 0.001),
     "multiturn.episode_timeout": (float, 0.001),
+    "multiturn.phase_timeout?": (float, 0.001),
     "multiturn.generate_timeout": (float, 0.001),
     "multiturn.env_threads": (int, 1),
     "multiturn.env_max_memory_mb?": (float, 1),

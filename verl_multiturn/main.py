@@ -12,6 +12,7 @@ import signal
 import sys
 import tempfile
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from verl_multiturn import configure, heartbeat, tasks
 from verl_multiturn.compose import compose
-from verl_multiturn.errors import RunStopped
+from verl_multiturn.errors import RunStopped, cause_of
 from verl_multiturn.recipes_index import has_cuda
 
 RAY_PREFIX = "vm-ray-"
@@ -135,6 +136,7 @@ def run(config: DictConfig) -> int:
     from verl.utils.config import validate_config
 
     validate_config(config, need_reference_policy(config), need_critic(config))
+    began = time.time()
     try:
         main_ppo.run_ppo(config, task_runner_class=_runner(config.multiturn.in_process))
     except KeyboardInterrupt:
@@ -144,12 +146,16 @@ def run(config: DictConfig) -> int:
         )
         return 130
     except RunStopped as error:
-        if not error.said:
-            sys.stderr.write(f"error: {error}\n")
+        cause = cause_of(error)
+        # What another process has said may not have come here: Ray's own may be what is gone.
+        if cause is not error or not error.said:
+            sys.stderr.write(f"error: {cause}\n")
         return 1
     except (RayActorError, NodeDiedError, LocalRayletDiedError, WorkerCrashedError) as error:
-        why = (heartbeat.read(config.multiturn.run) or {}).get("reason") or str(error).splitlines()[0]
-        sys.stderr.write(f"error: a process of the run is gone: {why}; {heartbeat.RESUMES}\n")
+        beat = heartbeat.read(config.multiturn.run) or {}
+        why = beat.get("reason") if beat.get("started", 0.0) >= began else None
+        lost = f"a process of the run is gone: {str(error).splitlines()[0]}; {heartbeat.RESUMES}"
+        sys.stderr.write(f"error: {why or lost}\n")
         return 1
     except Exception as error:
         # Ray raises a bare Exception.
@@ -188,7 +194,12 @@ def _runner(in_process: bool) -> Any:
             # The configuration and the metrics that verl would print stand in the run folder.
             main_ppo.pprint = trainer_base.pprint = lambda *_: None
             config.trainer.v1.trainer_mode = f"multiturn_{config.trainer.v1.trainer_mode}"
-            super().run(config)
+            try:
+                super().run(config)
+            except BaseException as error:
+                if self.trainer is not None:  # it may have failed before its training began
+                    self.trainer.close(error)
+                raise
 
     if not in_process:
         return ray.remote(Runner)

@@ -39,6 +39,7 @@ A trajectory is one JSON object:
         generate_seconds, env_seconds
 """
 
+import os
 import queue
 import threading
 import time
@@ -109,6 +110,17 @@ class RunWriter:
         self._raise_problem()
         path = self.folder / "trajectories" / split / f"{int(step)}{SUFFIX}"
         self._jobs.put((path, int(step), rows))
+
+    def flush(self) -> None:
+        """Wait until everything handed over so far is on disk, lines included.
+
+        Raises:
+            RunStopped: a write has failed.
+        """
+        self._jobs.join()
+        self._raise_problem()
+        for file in (self._metrics, self._failures):
+            os.fsync(file.fileno())
 
     def close(self) -> None:
         """Wait until everything is on disk."""

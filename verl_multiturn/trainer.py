@@ -30,15 +30,16 @@ from verl_multiturn.progress import Progress
 from verl_multiturn.rollout.loop import first_prompt
 from verl_multiturn.rollout.rows import Rows, to_records
 from verl_multiturn.rollout.vine_config import Vine
-from verl_multiturn.runs import Run, RunWriter
+from verl_multiturn.runs import RunWriter
 from verl_multiturn.survivors import Survivors
 from verl_multiturn.trainer_archer import ArCHerSteps
 from verl_multiturn.trainer_guard import GuardedRun, ResumedRun
+from verl_multiturn.trainer_record import RecordedSteps
 from verl_multiturn.trainer_starpo import StarPOSteps
 from verl_multiturn.vine_metrics import of_vine
 
 
-class MultiTurnMixin(GuardedRun, StarPOSteps, ArCHerSteps, ResumedRun):
+class MultiTurnMixin(GuardedRun, RecordedSteps, StarPOSteps, ArCHerSteps, ResumedRun):
     """What every mode shares. `mode` is verl's name of it."""
 
     mode: str
@@ -48,7 +49,7 @@ class MultiTurnMixin(GuardedRun, StarPOSteps, ArCHerSteps, ResumedRun):
         config.trainer.v1.trainer_mode = self.mode
         super().__init__(config)  # type: ignore[call-arg]
         self.settings = config.multiturn
-        self.heart, self._before = Heartbeat(self.settings.run), None
+        self.heart, self._before = Heartbeat(self.settings.run, limit=self.settings.phase_timeout), None
         self.filter = group_filter(plain(self.settings.filter))
         self._filtered_out: list[dict[str, Any]] = []  # records of this step's groups that are not trained on
         self._kept_share, self._empty_steps = 1.0, 0
@@ -94,33 +95,8 @@ class MultiTurnMixin(GuardedRun, StarPOSteps, ArCHerSteps, ResumedRun):
             for step, recorded in self._recorded_metrics():
                 for detector in self.detectors:
                     detector.update(step, recorded)
+            self._complete_validation()
             super().fit(agent_loop_manager)  # type: ignore[misc]
-
-    def _compute_metrics(
-        self, batch: Any, metrics: dict, timing_raw: dict, global_steps: int, epoch: int
-    ) -> Any:
-        if batch.keys:
-            super()._compute_metrics(batch, metrics, timing_raw, global_steps, epoch)  # type: ignore[misc]
-        else:  # the filter kept nothing: verl would fail on an empty batch
-            metrics |= {"training/global_step": global_steps, "training/epoch": epoch}
-            metrics |= {f"timing_s/{name}": seconds for name, seconds in timing_raw.items()}
-        # verl counts refilled groups by their reward in a dict, for a table of its own.
-        numbers = {name: value for name, value in metrics.items() if not isinstance(value, dict)}
-        self.writer.metrics(global_steps, numbers)
-        self.progress.step(global_steps, numbers)
-        for detector in self.detectors:
-            if reason := detector.update(global_steps, numbers):
-                raise RunStopped(f"{reason} {self._last_good(detector.since)}")
-            if lacking := detector.missing:
-                rule, names = f"multiturn.collapse.{detector.name}", ", ".join(lacking)
-                self.progress.note(f"{rule} has nothing to go by: no {names} came")
-
-    def _recorded_metrics(self) -> list[tuple[int, dict[str, float]]]:
-        """What a resumed run measured before its checkpoint."""
-        if not self.detectors or not self.global_steps:
-            return []
-        table = Run(self.settings.run).metrics
-        return [(int(step), row.dropna().to_dict()) for step, row in table.iterrows()]
 
     def _last_good(self, since: int | None) -> str:
         """The checkpoint from before a collapse, in words."""
@@ -336,7 +312,9 @@ class MultiTurnMixin(GuardedRun, StarPOSteps, ArCHerSteps, ResumedRun):
         also = {name: samples * self.val_dataset.sizes[name] for name in self.settings.also}
         metrics |= run_metrics.of_panels(self._val_records, self._expected_val, also)
         self.writer.trajectories("val", self.global_steps, self._val_records)
+        self.writer.flush()  # a resumed run takes the line below as the sign that it need not validate again
         self.writer.metrics(self.global_steps, metrics)
+        self._so_far = self._so_far | metrics
         self.progress.validation(self.global_steps, metrics, time.perf_counter() - started)
         self._keep_best(metrics)
         return metrics

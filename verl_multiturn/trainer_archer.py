@@ -69,8 +69,9 @@ class ArCHerSteps:
         bundles = None
         if block["gpus"]:
             bundles = self.resource_pool_manager.resource_pool_dict["global_pool"].get_placement_groups()[0]
+        shares = block["gpus"], block["cpus"]
         self.utterance_critic = start(
-            self.critic_settings, self.archer, block["gpus"], block["cpus"], self._resume, bundles
+            self.critic_settings, self.archer, *shares, self._resume, bundles, self.settings.phase_timeout
         )
         if self.global_steps:
             folder = self._resumed()

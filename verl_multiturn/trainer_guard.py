@@ -1,7 +1,8 @@
 """What keeps a run honest about its end: heartbeat, lost processes, a rollout that stands still, a full disk.
 
 `GuardedRun` is a mixin of `MultiTurnMixin`: it overrides `init` and `_save_checkpoint`, and offers the rest
-to `fit`. `ResumedRun` stands next to verl's trainer, behind the mixins that load parts of their own.
+to `fit` and to main.py. `ResumedRun` stands next to verl's trainer, behind the mixins that load parts of
+their own.
 """
 
 import time
@@ -13,12 +14,13 @@ from typing import Any
 from verl_multiturn import checkpoints, heartbeat
 from verl_multiturn import metrics as run_metrics
 from verl_multiturn.checkpoints import EARLIER
-from verl_multiturn.errors import RunStopped
+from verl_multiturn.errors import RunStopped, cause_of
 from verl_multiturn.heartbeat import RESUMES, Heartbeat
 from verl_multiturn.progress import Progress
 from verl_multiturn.watch import RayWatch
 
-# Methods of verl's trainer, and how the phase is called while they run; else it is the rollout.
+# Methods of verl's trainer, and how the phase is called from there on, and while they run.
+BEGINS = {"on_step_begin": "rollout", "_compute_metrics": "metrics"}
 PHASES = {
     "_compute_old_log_prob": "log-probabilities",
     "_compute_ref_log_prob": "log-probabilities of the reference",
@@ -39,6 +41,7 @@ class GuardedRun:
     config: Any
     settings: Any
     replay_buffer: Any
+    use_critic: bool
     global_steps: int
     progress: Progress
     heart: Heartbeat
@@ -48,7 +51,21 @@ class GuardedRun:
         """verl's `init`, with signs of life from its beginning."""
         self._before = self._last_words()
         self.heart.start()
-        super().init()  # type: ignore[misc]
+        try:
+            super().init()  # type: ignore[misc]
+        except BaseException as error:
+            self.close(error)
+            raise
+
+    def close(self, error: BaseException) -> None:
+        """The heartbeat's last word, where nothing else has had it: what ended the run, whenever that was."""
+        cause = cause_of(error)
+        if isinstance(cause, RunStopped):
+            self.heart.close("stopped", str(cause))
+        elif isinstance(cause, Exception):
+            self.heart.close("stopped", f"{type(cause).__name__}: {cause}"[:1000])
+        else:
+            self.heart.close("interrupted")
 
     def _last_words(self) -> str | None:
         """What a process that trained here before did not say itself."""
@@ -70,34 +87,30 @@ class GuardedRun:
 
         if self._before is not None:
             self.progress.note(self._before)
-        if ray.is_initialized():
-            self.heart.watch(RayWatch())
         for name, phase in PHASES.items():
             setattr(self, name, self.heart.during(phase, self._step, getattr(self, name)))
+        for name, phase in BEGINS.items():
+            setattr(self, name, self.heart.begins(phase, self._step, getattr(self, name)))
         buffer = self.replay_buffer
         buffer._wait_for_next_poll = self._impatient(buffer._wait_for_next_poll)
-        self.heart.enter("rollout", self.global_steps)
         try:
+            if ray.is_initialized():
+                self.heart.watch(RayWatch())
             yield
-        except RunStopped as error:
-            self.heart.close("stopped", str(error))
-            raise
-        except Exception as error:
+        except BaseException as error:
             # A call to a process that has died fails with Ray's own story; this is the cause.
-            if problem := self.heart.explain():
+            failed = isinstance(error, Exception) and not isinstance(error, RunStopped)
+            if failed and (problem := self.heart.explain()):
                 self.heart.close("stopped", problem)
                 raise self.heart.stopped() from error
-            self.heart.close("stopped", f"{type(error).__name__}: {error}"[:1000])
-            raise
-        except BaseException:
-            self.heart.close("interrupted")
+            self.close(error)
             raise
         self.heart.close("done")
 
     def _save_checkpoint(self) -> None:
         """verl's, if there is room for it."""
         folder = Path(self.config.trainer.default_local_dir)
-        checkpoints.check_room(folder, self.config.actor_rollout_ref.model.path)
+        checkpoints.check_room(folder, self.config.actor_rollout_ref.model.path, 1 + self.use_critic)
         super()._save_checkpoint()  # type: ignore[misc]
 
     def _keep_best(self, metrics: dict[str, Any]) -> None:

@@ -57,15 +57,21 @@ def _actors() -> dict[str, dict[str, Any]]:
 
 
 def daemons() -> dict[int, tuple[str, int | None]]:
-    """Ray's own processes that this one started, or was started by: {pid: (name, when it began)}."""
-    found = {}
+    """Ray's own processes of this machine that the run lives by: {pid: (name, when it began)}.
+
+    They were started by this process, or this is an actor: then its raylet, and who was started beside that.
+    """
+    found: dict[int, tuple[str, int]] = {}  # pid: name, parent
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             text = (folder / "stat").read_text(encoding="utf-8")
         except OSError:  # it has ended meanwhile
             continue
-        pid, name = int(folder.name), text.partition("(")[2].rpartition(")")[0]
-        parent = int(text.rpartition(")")[2].split()[1])
-        if name in DAEMONS and (parent == os.getpid() or pid == os.getppid()):
-            found[pid] = name, born(pid)
-    return found
+        name, rest = text.partition("(")[2].rpartition(")")[0], text.rpartition(")")[2].split()
+        found[int(folder.name)] = name, int(rest[1])
+    above = os.getppid()
+    name, parent = found.get(above, ("", 0))
+    # Those of all clusters that were started in the background have process 1 as their parent.
+    parents = {os.getpid()} | ({parent} - {1} if name == DAEMONS[0] else set())
+    mine = {pid for pid, (_, over) in found.items() if over in parents or pid == above}
+    return {pid: (found[pid][0], born(pid)) for pid in mine if found[pid][0] in DAEMONS}

@@ -166,6 +166,26 @@ def test_what_the_critic_raises_is_told(monkeypatch):
         remote(cause, monkeypatch)("train")
 
 
+def test_an_actor_that_does_not_answer_ends_the_run(monkeypatch):
+    ray = pytest.importorskip("ray")
+    seen = []
+
+    def late(value, timeout=None):
+        seen.append(timeout)
+        raise ray.exceptions.GetTimeoutError
+
+    critic = remote(None, monkeypatch)
+    critic.patience = 5.0
+    monkeypatch.setattr(ray, "get", late)
+    with pytest.raises(RunStopped) as error:
+        critic("train")
+    assert str(error.value) == (
+        "the utterance critic has not answered in train for 5 s (multiturn.phase_timeout): the same command "
+        "resumes from STEP"
+    )
+    assert seen == [5.0]
+
+
 def test_it_never_starts_again_and_has_its_share(monkeypatch):
     """Ray would restart an actor with an empty replay."""
     ray, seen = pytest.importorskip("ray"), {}

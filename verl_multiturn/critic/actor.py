@@ -135,21 +135,35 @@ class RemoteCritic:
     Args:
         actor: its handle.
         resume: says how to go on when it is gone.
+        patience: seconds that a call may take; None: for ever.
     """
 
-    def __init__(self, actor: Any, resume: Callable[[], str]) -> None:
-        self.actor, self.resume = actor, resume
+    def __init__(self, actor: Any, resume: Callable[[], str], patience: float | None = None) -> None:
+        self.actor, self.resume, self.patience = actor, resume, patience
 
-    def __call__(self, method: str, *args: Any, timeout: float | None = None) -> Any:
+    def __call__(self, method: str, *args: Any) -> Any:
         """The method's result.
 
         Raises:
-            RunStopped: the actor has ended, or the method raised; the sentence says how to go on.
+            RunStopped: the actor has ended or does not answer, or the method raised; the sentence says how to
+                go on.
         """
         import ray
 
         try:
-            return ray.get(getattr(self.actor, method).remote(*args), timeout=timeout)
+            return self.within(self.patience, method, *args)
+        except ray.exceptions.GetTimeoutError:
+            raise RunStopped(
+                f"the utterance critic has not answered in {method} for {self.patience:g} s "
+                f"(multiturn.phase_timeout): {self.resume()}"
+            ) from None
+
+    def within(self, seconds: float | None, method: str, *args: Any) -> Any:
+        """The method's result, or Ray's GetTimeoutError after so many seconds; else as a call."""
+        import ray
+
+        try:
+            return ray.get(getattr(self.actor, method).remote(*args), timeout=seconds)
         except ray.exceptions.GetTimeoutError:
             raise
         except ray.exceptions.RayTaskError as error:
@@ -168,6 +182,7 @@ def start(
     cpus: float,
     resume: Callable[[], str],
     bundles: Any = None,
+    patience: float | None = None,
 ) -> RemoteCritic:
     """A critic in a Ray actor of its own, ready.
 
@@ -178,6 +193,7 @@ def start(
         cpus: that Ray sets aside.
         resume: see RemoteCritic.
         bundles: placement group whose first bundle has the GPU; verl holds all of them.
+        patience: see RemoteCritic.
 
     Raises:
         RunStopped: the critic cannot be built, or Ray has no room for it.
@@ -190,9 +206,9 @@ def start(
         place = PlacementGroupSchedulingStrategy(bundles, placement_group_bundle_index=0)
         options["scheduling_strategy"] = place
     actor = ray.remote(CriticActor).options(**options).remote(critic, archer, "cuda" if gpus else "cpu")
-    remote = RemoteCritic(actor, resume)
+    remote = RemoteCritic(actor, resume, patience)
     try:
-        remote("size", timeout=START_SECONDS)
+        remote.within(START_SECONDS, "size")
     except ray.exceptions.GetTimeoutError:
         raise RunStopped(
             f"Ray found no room for the utterance critic in {START_SECONDS:g} s: lower "
