@@ -27,10 +27,21 @@ def remote(cause):
     return error.as_instanceof_cause()
 
 
+@pytest.fixture(scope="module")
+def composed():
+    return configure.prepare(compose("gigpo_frozenlake", ["hardware=cpu"]))
+
+
 @pytest.fixture
-def ends(tmp_path, monkeypatch, capsys):
+def config(composed, tmp_path):
+    config = composed.copy()
+    config.multiturn.run = str(tmp_path)
+    return config
+
+
+@pytest.fixture
+def ends(config, tmp_path, monkeypatch, capsys):
     """The exit code of a run that ends with an error, and what it writes to standard error."""
-    config = configure.prepare(compose("gigpo_frozenlake", ["hardware=cpu", f"multiturn.run={tmp_path}"]))
     monkeypatch.setattr("verl.utils.config.validate_config", lambda *_: None)
     monkeypatch.setattr(ray, "shutdown", lambda: None)
 
@@ -102,12 +113,12 @@ def test_the_cause_of_an_error_is_what_was_raised():
     ],
 )
 @pytest.mark.parametrize("when", ["init", "between"])
-def test_what_fails_before_the_training_is_the_runs_end(tmp_path, monkeypatch, when, error, ending, reason):
+def test_what_fails_before_the_training_is_the_runs_end(
+    config, tmp_path, monkeypatch, when, error, ending, reason
+):
     """In the trainer's start-up, and where verl makes the rollout workers after it."""
     trainer_base = pytest.importorskip("verl.trainer.ppo.v1.trainer_base")
     from verl_multiturn.trainer import MultiTurnTrainer
-
-    config = configure.prepare(compose("gigpo_frozenlake", ["hardware=cpu", f"multiturn.run={tmp_path}"]))
 
     def fails(self):
         raise error

@@ -73,6 +73,8 @@ class Parts:
             metrics |= {"training/global_step": global_steps, "training/epoch": epoch, "of_verl": 0.5}
             metrics |= {f"timing_s/{name}": seconds for name, seconds in timing_raw.items()}
             assert "timing_s/step" in metrics, "verl's throughput divides by it"
+            counts = self._rollout_moe_lb_metrics_accumulator
+            counts.load_counts = (counts.load_counts or 0) + 1
             if "timing_s/update_weights" in metrics:
                 at("measured", global_steps)
 
@@ -172,6 +174,7 @@ def test_a_run_without_a_kill_records_each_number_once(start, tmp_path):
     made = start()
     audited(Run(tmp_path / "run"), made.trained)
     assert Run(tmp_path / "run").metrics["timing_s/update_weights"].tolist() == [0.25] * TOTAL
+    assert made._rollout_moe_lb_metrics_accumulator.load_counts == TOTAL, "verl adds to it at every call"
     assert heartbeat.read(tmp_path / "run")["ending"] == "done"
 
 
