@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# GRPO, PPO, GiGPO, StarPO-S, VinePPO, ArCHer and Q-guided agents on FrozenLake and Sokoban with the small model, three
+# GRPO, PPO, GiGPO, StarPO, StarPO-S, VinePPO, ArCHer and Q-guided agents on FrozenLake and Sokoban with the small model, three
 # seeds, on two cores: prints the plan with its hours, then trains what is missing, one run after another (at most
 # $HOURS, default 6; the same command goes on), plays the test panel once per run, and writes table and curves.
 # bash recipes/compare.sh --dry-run prints the plan only; other arguments go to verl-multiturn table (--seeds 1,2).

@@ -523,3 +523,45 @@ def test_search_with_a_folder(folder, tmp_path):
         assert all(tree["prompt_tokens"] > tree["proposals"] and tree["tokens"] > 0 for tree in found)
         roots.append([[child["text"] for child in tree["root"]["children"]] for tree in found])
     assert roots[0] == roots[1] and any(len(texts) > 1 for texts in roots[0])
+
+
+def test_policies_without_a_model_are_recorded(tmp_path):
+    """Random and expert with the budget of a model that says up to two actions a turn: three in all."""
+    words = ("multiturn.max_turns=2", "multiturn.action.max_actions=2", "multiturn.max_actions=3")
+    words = (*PLAIN, *words, "multiturn.action.separator='||'")
+    chosen = ("--env", "sokoban", "--panel", "sokoban-val", "--limit", 12)
+    shares = {}
+    for name in ("random", "expert"):
+        call(name, *words, *chosen, "--out", tmp_path / name)
+        run = Run(tmp_path / name)
+        records = run.trajectories("eval", 0)
+        assert run.config["eval"]["model"] == name and len(records) == 12
+        assert run.config["multiturn"]["action"]["max_actions"] == 1
+        assert max(len(record["turns"]) for record in records) == 3
+        assert {len(turn["actions"]) for record in records for turn in record["turns"]} == {1}
+        assert any(record["truncation"] == "turns" for record in records)
+        shares[name] = sum(record["success"] for record in records)
+    assert shares["expert"] > shares["random"]
+    again = tmp_path / "again"
+    call("random", *words, *chosen, "--out", again)
+    said, first = (
+        [[turn["actions"] for turn in one["turns"]] for one in Run(folder).trajectories("eval", 0)]
+        for folder in (again, tmp_path / "random")
+    )
+    assert said == first
+    assert "random has no answers to choose from" in sentence("random", *chosen, "--select", "greedy")
+
+
+def test_the_panel_of_a_role(tmp_path):
+    from verl_multiturn.eval_records import choose_panel
+    from verl_multiturn.play_settings import settings
+
+    tasks = ["multiturn.val={first_seed: 7, size: 5}", "multiturn.val_size=3"]
+    config = settings("frozen_lake", {}, None, None, tasks)
+    panel = choose_panel(config, only="val")
+    assert panel.split == "val" and len(panel.tasks) == 3 and panel.tasks[0].id == 7
+    with pytest.raises(ValueError, match=r"no test panel: the run or recipe has multiturn\.test=null"):
+        choose_panel(config, only="test")
+    with pytest.raises(ValueError, match="unknown --split 'train'; valid: test, val"):
+        choose_panel(config, only="train")
+    assert "give either --panel or --split" in sentence("random", "--panel", "sokoban-val", "--split", "val")

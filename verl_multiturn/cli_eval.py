@@ -15,7 +15,8 @@ def evaluate(
     model: Annotated[
         str,
         typer.Argument(
-            help="Hugging Face folder, checkpoint of verl, run folder (its latest), or http://host:port/v1#name."
+            help="Hugging Face folder, checkpoint of verl, run folder (its latest), "
+            "http://host:port/v1#name; random or expert: no model."
         ),
     ],
     settings: Annotated[
@@ -26,6 +27,9 @@ def evaluate(
     ] = None,
     panel: Annotated[
         str | None, typer.Option(help="Name or file; default: the run's or recipe's test panel.")
+    ] = None,
+    split: Annotated[
+        str | None, typer.Option(help="Which panel of the run or recipe: test or val; default: test.")
     ] = None,
     recipe: Annotated[str | None, typer.Option(help="Recipe whose prompts and limits are used.")] = None,
     run: Annotated[
@@ -61,16 +65,18 @@ def evaluate(
     from verl_multiturn.eval_records import table
     from verl_multiturn.report import print_table
 
+    source = (env, panel, split, recipe, run, settings or [])
+    if panel and split:
+        raise ValueError("give either --panel or --split: each names the tasks")
+    if (select or q_model or critic) and _scripted(model):
+        raise ValueError(f"{model} has no answers to choose from: leave --select, --q-model and --critic out")
     if select or q_model:
         if critic is not None:
             raise ValueError("give either --critic or --q-model and --select: each chooses the answers")
-        source = (env, panel, recipe, run, settings or [])
         _compared(model, source, limit, temperature, out, samples, concurrency, q_model, select, n, tau)
         return
 
-    playing = _prepared(
-        model, (env, panel, recipe, run, settings or []), limit, temperature, out, samples, concurrency
-    )
+    playing = _prepared(model, source, limit, temperature, out, samples, concurrency)
     if critic is not None:
         playing.episode = _reranked(critic, candidates)
         playing.about |= {"critic": str(critic), "candidates": candidates}
@@ -150,36 +156,49 @@ def _prepared(
 ) -> Any:
     """The evaluation to run; what is quickly refused is refused before a model is merged or loaded."""
     from dataclasses import replace
+    from functools import partial
 
     from verl_multiturn.checkpoints import Found, find
     from verl_multiturn.compose import plain
     from verl_multiturn.eval_records import choose_panel, free_folder
     from verl_multiturn.evaluate import Evaluation, check_new
+    from verl_multiturn.rollout.episode import Episode
+    from verl_multiturn.search.scripted import ScriptedEpisode, one_action_a_turn
 
-    remote = "://" in model
+    remote, policy = "://" in model, _scripted(model)
     # "small": the model of a recipe with hardware=cpu
-    found = Found(model) if remote or model == "small" else find(model)
-    env, panel, recipe, run, settings = source
+    found = Found(model) if remote or policy or model == "small" else find(model)
+    env, panel, split, recipe, run, settings = source
     run = run or (None if recipe else found.run)
     config, chosen = _configured(env, panel, recipe, run, settings)
-    chosen = chosen or choose_panel(config, run=run)
+    chosen = chosen or choose_panel(config, run=run, only=split)
+    if policy:
+        one_action_a_turn(config)
     chosen = replace(chosen, tasks=chosen.tasks[:limit])
     sampling = plain(config.actor_rollout_ref.rollout.val_kwargs)
     sampling |= {} if temperature is None else {"temperature": temperature, "do_sample": temperature > 0}
     check_new(folder := out or free_folder(chosen))
     about = {"model": model, "samples": samples, "tasks": len(chosen.tasks), "sampling": sampling}
-    about |= {} if remote else _learnt_offline(Path(model))
+    about |= {} if remote or policy else _learnt_offline(Path(model))
     return Evaluation(
         config=config,
         panel=chosen,
-        model=_model(found, remote, config, sampling),
+        model=policy or _model(found, remote, config, sampling),
         folder=folder,
         step=found.step,
         samples=samples,
         concurrency=concurrency or (16 if remote else 64),
         about=about | {"panel": chosen.name, "panel_fingerprint": chosen.fingerprint},
         tell=Ticker(),
+        episode=partial(ScriptedEpisode, policy=policy) if policy else Episode,
     )
+
+
+def _scripted(model: str) -> Any:
+    """The policy of the names random and expert (expert:0.3: with so many random actions); else None."""
+    from verl_multiturn.search.scripted import EXPERT, Scripted, scripted
+
+    return Scripted(0.0) if model == EXPERT else scripted(model)
 
 
 def _learnt_offline(folder: Path) -> dict[str, Any]:

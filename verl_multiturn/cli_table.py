@@ -66,9 +66,8 @@ def table(
         return
     groups = grouped(chosen, recorded)
     pairs = differences(groups, against) if against else None
-    text = render(
-        chosen, cells(chosen, groups, last), pairs, form, stat, last, show_runs, _equal(equal, groups)
-    )
+    at_equal, outside = _equal(equal, groups)
+    text = render(chosen, cells(chosen, groups, last), pairs, form, stat, last, show_runs, at_equal, outside)
     if out is None:
         typer.echo(text, nl=False)
     else:
@@ -81,10 +80,10 @@ def table(
         typer.echo(f"wrote {path}")
 
 
-def _equal(wanted: bool, groups: Any) -> Any:
-    from verl_multiturn.tables.budget import equal
+def _equal(wanted: bool, groups: Any) -> tuple[Any, list[str]]:
+    from verl_multiturn.tables.budget import equal, outside
 
-    return equal(groups) if wanted else None
+    return (equal(groups), outside(groups)) if wanted else (None, [])
 
 
 def _launch(
@@ -99,15 +98,17 @@ def _launch(
 ) -> None:
     from verl_multiturn.errors import unknown
     from verl_multiturn.tables import launch as of
+    from verl_multiturn.tables.lacking import lacking
+    from verl_multiturn.tables.wanted import Wanted, jobs
 
     if how not in ("print", "run"):
         raise unknown("value of --launch", how, ("print", "run"))
     if not seeds.replace(",", "").isdigit():
         raise ValueError(f"--seeds {seeds!r} is not a list of numbers, such as 1,2,3")
     numbers = [int(seed) for seed in seeds.split(",") if seed]
-    wanted = of.Wanted(root or Path("runs", chosen.name), numbers, hardware, settings)
-    found = of.jobs(chosen, recorded, wanted)
-    for line in of.plan(found):
+    wanted = Wanted(root or Path("runs", chosen.name), numbers, hardware, settings)
+    found = jobs(chosen, recorded, wanted)
+    for line in of.plan(found, lacking(chosen, recorded, wanted)):
         typer.echo(line)
     if how == "run" and (lost := of.launch(found, typer.echo, hours)):
         typer.echo(f"not recorded: {'; '.join(job.name for job in lost)}; the same command goes on", err=True)

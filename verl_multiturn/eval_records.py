@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from contextlib import suppress
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from typing import Any, cast
@@ -10,6 +11,7 @@ import numpy as np
 import pandas as pd
 from omegaconf import DictConfig
 
+from verl_multiturn.errors import unknown
 from verl_multiturn.panel import Panel, load_panel
 from verl_multiturn.report import success
 from verl_multiturn.run_files import Record
@@ -17,23 +19,41 @@ from verl_multiturn.stats import Interval, mean_interval
 from verl_multiturn.tasks import panel_of
 
 SPLIT = "eval"
+ROLES = ("test", "val")
 
 
-def choose_panel(config: DictConfig, name: str | None = None, run: Path | None = None) -> Panel:
+def choose_panel(
+    config: DictConfig, name: str | None = None, run: Path | None = None, only: str | None = None
+) -> Panel:
     """The panel named, else the run's, recipe's or environment's for testing, else that for validation.
 
+    Args:
+        config: of the run or recipe.
+        name: of a panel.
+        run: a recorded run, which has its panels.
+        only: "test" or "val", of the run or recipe; None: as said above.
+
     Raises:
-        ValueError: an unknown panel.
+        ValueError: an unknown panel; a run or recipe without a panel of the role.
     """
     if name is not None:
         return load_panel(name)
-    for split in ("test", "val"):
+    if only not in (None, *ROLES):
+        raise unknown("--split", only, ROLES)
+    for split in [only] if only else ROLES:
         if run is not None and (run / "panels" / f"{split}.json").exists():
             panel = Panel.load(run / "panels" / f"{split}.json")
             if panel.env == config.multiturn.env:
                 return panel
     settings = config.multiturn
-    split = "val" if settings.test is None else "test"
+    split = only or ("val" if settings.test is None else "test")
+    if split == only == "test" and settings.test is None:
+        raise ValueError(
+            "no test panel: the run or recipe has multiturn.test=null; set it, or give --split val"
+        )
+    if only == "val":
+        panel = panel_of(settings, split)
+        return replace(panel, tasks=panel.tasks[: settings.val_size])
     if isinstance(settings[split], str):
         return load_panel(settings[split])
     if settings.test is None and not settings.env_kwargs:

@@ -17,7 +17,7 @@ from verl_multiturn.tables.cells import cells, differences, grouped
 from verl_multiturn.tables.pairs import paired
 from verl_multiturn.tables.published import FOLDER, Value, list_tables, load_table
 from verl_multiturn.tables.recorded import read_runs
-from verl_multiturn.tables.render import FORMATS, render
+from verl_multiturn.tables.render import FORMATS, grids, render
 
 CURVE = {0: [0, 0, 0, 0], 10: [1, 1, 1, 1], 20: [1, 0, 0, 0], 30: [1, 1, 0, 0]}
 
@@ -29,7 +29,8 @@ def made(table, folder, **more):
 
 
 def ours(frame):
-    return frame[frame["runs"] != ""].to_dict("records")
+    """Our cells, without the row of the start model, which every training run fills, too."""
+    return frame[(frame["runs"] != "") & ~frame["method"].isin(["start", "SFT start"])].to_dict("records")
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in FOLDER.glob("*.yaml")))
@@ -74,6 +75,13 @@ def test_files_are_checked(tmp_path):
     refused(body + "published: {x: {m: [1, 2]}}", "x, m has 2 values, the table 1 columns")
     refused(body + "published: {y: {m: [1]}}", "unknown model in mine.yaml 'y'")
     refused(body + "published: {x: {n: [1]}}", "unknown method in mine.yaml 'n'")
+    refused(body + "why: {mm: no}", "unknown name of why in mine.yaml 'mm'; valid: m, a, x")
+    refused(body + "why: {m: {b: no}}", "unknown column of why 'm' in mine.yaml 'b'; valid: a")
+    method = "columns: [{name: a}]\nmethods: [{name: m, %s}]\nmodels: {x: null}\n"
+    refused(method % "recipes: {b: r}", "unknown name of recipes of method 'm' in mine.yaml 'b'; valid: a")
+    refused(method % "models: [y]", "unknown name of models of method 'm' in mine.yaml 'y'; valid: x")
+    refused(method % "by: n", "unknown name of by of method 'm' in mine.yaml 'n'; valid: m")
+    refused(method % "statistic: peak", "unknown statistic in mine.yaml 'peak'; valid: best")
     refused(body + "published: {x: {m: [1 *]}}", r"unknown mark of x, m, a in mine.yaml '\*'")
     with pytest.raises(ValueError, match=r"unknown table 'gigpo'.*Did you mean 'gigpo-"):
         load_table("gigpo")
@@ -94,7 +102,7 @@ def test_three_statistics_over_seeds(tmp_path, panel, write):
     assert row["panel"] == panel.fingerprint[:12]
     assert row["runs"] == "; ".join(str(tmp_path / name) for name in "abc")
     assert row["commit"] and "CPUs" in row["hardware"]
-    assert sum(len(group.runs) for group in groups) == 4
+    assert sum(len(group.runs) for group in groups if group.method != "SFT start") == 4
 
 
 def test_a_test_stands_beside_its_training(tmp_path, panel, write):
@@ -106,7 +114,9 @@ def test_a_test_stands_beside_its_training(tmp_path, panel, write):
     (row,) = ours(frame)
     assert (row["last"], row["test"], row["n"], row["n_test"]) == (50, 75, 2, 2)
     assert row["panel"] != row["test_panel"] and row["runs"].count(";") == 3
-    assert [group.evaluated for group in groups] == [False, True]
+    assert [(group.method, group.evaluated) for group in groups] == [
+        ("SFT start", False), ("VinePPO", False), ("VinePPO", True)
+    ]  # fmt: skip
 
 
 def test_panels_and_models_never_share_a_cell(tmp_path, panel, write):
@@ -171,7 +181,7 @@ def test_trajectories_until_a_return(tmp_path, panel, write, trajectory):
     one = cells(chosen, grouped(chosen, read_runs([tmp_path / "s1"])))
     rows = {row["column"]: row for row in ours(one)}
     assert rows["trajectories to -17"]["last"] == 12 and rows["return"]["last"] == -17
-    (_, run), *_ = ((group.method, group.runs[0]) for group in grouped(chosen, read_runs([tmp_path / "s1"])))
+    run = grouped(chosen, read_runs([tmp_path / "s1"]))[0].runs[0]
     assert run.spent_until(replace(chosen.columns[0], metric="turns_to")) == 5 * 2 + 7 * 3
     both = cells(chosen, grouped(chosen, read_runs([tmp_path])))
     assert "not reached" in render(chosen, both)
@@ -195,11 +205,12 @@ def test_methods_are_paired_on_one_panel(tmp_path, panel, write):
     other = Panel.build("frozen_lake", {}, range(5000, 6000), "val", n=4)
     write(tmp_path / "far", other, CURVE, algorithm="rloo")
     _, groups, _ = made("vineppo-main", tmp_path)
-    (row,) = differences(groups, "GRPO", resamples=500).to_dict("records")
+    start, row = differences(groups, "GRPO", resamples=500).to_dict("records")
+    assert (start["method"], start["difference"]) == ("SFT start", -25)
     assert (row["method"], row["difference"], row["tasks"]) == ("VinePPO", 25, 4)
     assert row["panel"] == panel.fingerprint[:12]
     with pytest.raises(
-        ValueError, match="unknown method with recorded runs 'PPO'; valid: GRPO, RLOO, VinePPO"
+        ValueError, match="unknown method with recorded runs 'PPO'; valid: SFT start, GRPO, RLOO, VinePPO"
     ):
         differences(groups, "PPO")
 
@@ -235,7 +246,8 @@ def test_every_cell_can_be_traced(tmp_path, panel, write):
     for seed in (1, 2):
         write(tmp_path / f"s{seed}", panel, CURVE, seed=seed)
     rows = csv.DictReader(StringIO(call("vineppo-main", tmp_path, "--format", "csv")))
-    (row,) = [one for one in rows if one["runs"]]
+    start, row = [one for one in rows if one["runs"]]
+    assert (start["method"], start["last"], start["steps"]) == ("SFT start", "0.0", "0")
     numbers = []
     for folder in row["runs"].split("; "):
         (run,) = read_runs([folder])
@@ -243,3 +255,65 @@ def test_every_cell_can_be_traced(tmp_path, panel, write):
         about = json.loads((run.run.folder / "about.jsonl").read_text())
         assert about["commit"] == row["commit"]
     assert float(row["last"]) == sum(numbers) / 2
+
+
+def test_every_table_has_its_baselines(tmp_path, panel, write):
+    """Random, expert and start, of records: beside the models that played the same panel."""
+    other = Panel.build("frozen_lake", {}, range(5000, 6000), "val", n=4)
+    write(tmp_path / "vine", panel, CURVE | {0: [0, 1, 0, 0]})
+    write(tmp_path / "far", other, CURVE, model="Qwen/Qwen2.5-0.5B-Instruct")
+    for seed, won in ((1, [0, 0, 0, 0]), (2, [1, 1, 0, 0])):
+        write(tmp_path / f"random{seed}", panel, {0: won}, seed=seed, evaluated="random")
+    write(tmp_path / "expert", panel, {0: [1, 1, 1, 1]}, evaluated="expert")
+    table, groups, frame = made("vineppo-main", tmp_path)
+    rows = {(row["model"], row["method"]): row for row in frame[frame["runs"] != ""].to_dict("records")}
+    assert rows["no model", "random"]["test"] == 25 and rows["no model", "random"]["n_test"] == 2
+    assert rows["small", "SFT start"]["last"] == 25 and ("no model", "SFT start") not in rows
+    blocks = grids(table, frame, None)
+    assert [*blocks["small"].index] == ["random", "expert", "SFT start", "VinePPO"]
+    assert blocks["small"]["FrozenLake"].tolist() == [
+        "ours 25.0 ± 317.7",
+        "ours 100.0",
+        "ours 25.0",
+        "ours 50.0",
+    ]
+    assert [*blocks["Qwen2.5-0.5B-Instruct"].index] == ["SFT start", "VinePPO"] and "no model" not in blocks
+    against = differences(groups, "random", resamples=100)
+    assert not len(against[against["kind"] == "validation"])  # an evaluation is not compared with validations
+    alone = frame[frame["model"] == "no model"]
+    assert [*grids(table, alone, None)["no model"].index] == ["random", "expert"]
+
+
+def test_a_row_may_report_another_statistic(tmp_path, panel, write):
+    test = Panel.build("frozen_lake", {}, range(5000, 6000), "test", n=4)
+    settings = {"row": "trajectory", "max_turns": 10, "small_model": {"seed": 1}}
+    write(tmp_path / "a", panel, CURVE, algorithm="grpo", **settings)
+    write(tmp_path / "a_test", test, {30: [1, 1, 1, 0]}, algorithm="grpo", evaluated="runs/a", **settings)
+    write(tmp_path / "random", test, {0: [0, 0, 1, 0]}, algorithm="grpo", evaluated="random", **settings)
+    table, groups, frame = made("compare", tmp_path)
+    block = grids(table, frame, None)["small"]["FrozenLake"]
+    assert block.to_dict() == {"random": "ours 25.0", "start": "ours 0.0", "GRPO": "ours 75.0"}
+    assert "Ours: test (start: last), mean" in render(table, frame)
+    found = differences(groups, "random", resamples=100).set_index(["kind", "method"])
+    assert found.loc[("test", "GRPO"), "difference"] == 50
+    write(tmp_path / "only_test", test, {30: [1, 0, 0, 0]}, algorithm="rloo", evaluated="runs/b")
+    table, _, frame = made("vineppo-main", tmp_path)
+    assert "ours 25.0 (test)" in grids(table, frame, None)["small"].loc["RLOO"].tolist()
+
+
+def test_a_generated_world_never_stands_in_the_papers_cell(tmp_path, panel, write):
+    questions, model = Panel("hotpotqa", {}, "test", panel.tasks), "microsoft/Phi-3-mini-4k-instruct"
+    for data in (None, "hotpot_train_v1.1.json"):
+        folder = write(
+            tmp_path / str(data), questions, {0: [1, 0, 0, 0]}, "qvalue", model=model, evaluated=model,
+            env="hotpotqa", env_kwargs={"data": data},
+        )  # fmt: skip
+        text = (folder / "config.yaml").read_text()
+        (folder / "config.yaml").write_text(text.replace("eval:\n", "eval:\n  select: argmax\n"))
+    table, _, frame = made("qvalue-main", tmp_path)
+    paper, generated = ours(frame)
+    assert (paper["model"], paper["paper"], paper["test"]) == ("Phi-3-mini-4k-instruct", "0.35 ?", 0.25)
+    assert generated["model"] == "Phi-3-mini-4k-instruct, not the paper's tasks" and generated["paper"] == ""
+    assert (
+        grids(table, frame, None)["Phi-3-mini-4k-instruct"].loc["Q-guided", "HotPotQA"] == "0.35 ? | ours 0.2"
+    )

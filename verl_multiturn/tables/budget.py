@@ -2,7 +2,8 @@
 
 What a run spent is counted in its recorded training trajectories; what serves values alone and is not
 recorded whole (the continuations of VinePPO, the utterances that ArCHer's critic asks for) comes from the
-run's metrics. Validation costs nothing.
+run's metrics. Validation costs nothing. What learns outside of training steps, from search trees, has no
+validation to read at a budget: what its trees and its answers cost is said beside the reading.
 """
 
 import math
@@ -15,12 +16,14 @@ import numpy as np
 import pandas as pd
 
 from verl_multiturn.runs import Run
+from verl_multiturn.search.tree_files import TREES, read_trees
 from verl_multiturn.stats import mean_interval
 from verl_multiturn.tables.cells import Group
 from verl_multiturn.tables.published import REACHED
 from verl_multiturn.tables.recorded import Recorded, measured
 
 COSTS = {"env_steps": "environment steps", "tokens": "generated tokens"}
+GUIDED = ("argmax", "softmax")  # rules of an evaluation that ask a Q model
 TRAJECTORIES = "multiturn/trajectories/mean"
 ASKED = "multiturn/archer/asked_tokens/mean"
 EXTRA = {"env_steps": ("multiturn/vine_turns/mean",), "tokens": ("multiturn/vine_tokens/mean", ASKED)}
@@ -78,6 +81,40 @@ def equal(groups: Iterable[Group]) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=list(names))
 
 
+def outside(groups: Iterable[Group]) -> list[str]:
+    """A sentence for each method that has no place among `equal`, because it is evaluated alone.
+
+    With what its search trees cost (mean over runs), if it grew some, and what it said in an episode.
+    """
+    lines = []
+    for group in groups:
+        if not group.evaluated or any(run.trained or run.scripted for run in group.runs):
+            continue
+        trees = [_trees(run) for run in group.runs]
+        said = [one["cost"]["tokens"] for run in group.runs for one in run.outcomes[0] if "cost" in one]
+        grown = [one for one in trees if one]
+        what = "it is evaluated once, and no validation says what it could do at a smaller budget"
+        if grown:
+            costs = (f"{np.mean([one[cost] for one in grown]):,.0f} {COSTS[cost]}" for cost in COSTS)
+            what += f"; its trees took {' and '.join(costs)} (mean of {len(grown)} runs)"
+        if said:
+            what += f"; an episode of the evaluation {np.mean(said):,.0f} generated tokens"
+        lines.append(f"Not at equal cost: {group.method}, {group.column.name}, {group.model}: {what}.")
+    return lines
+
+
+def _trees(run: Recorded) -> dict[str, int]:
+    """What the search trees cost that a Q model learnt from; {}: none chose in this evaluation."""
+    model = run.setting("eval.q_model")
+    trees = Path(str(model)).parent / "trees"
+    if not trees.is_dir():
+        trees = run.run.folder.resolve().parents[1] / "trees"  # the run was moved: RUN/eval/RULE
+    if model is None or run.setting("eval.select") not in GUIDED or not (trees / TREES).exists():
+        return {}
+    spent_ = [{cost: int(tree[cost]) for cost in COSTS} for tree in read_trees(trees, empty=True)]
+    return {cost: sum(one[cost] for one in spent_) for cost in COSTS}
+
+
 def draw(groups: Sequence[Group], path: str | Path) -> None:
     """Draw every column's curves as PNG, against environment steps and against generated tokens.
 
@@ -124,6 +161,7 @@ def _curves(group: Group) -> dict[Any, list[tuple[dict[str, float], float]]]:
 def _same(groups: Iterable[Group]) -> dict[tuple[str, str, str], list[Group]]:
     same: dict[tuple[str, str, str], list[Group]] = defaultdict(list)
     for group in groups:
-        if not group.evaluated and group.column.metric not in REACHED:
+        trained = not group.evaluated and not any(run.start for run in group.runs)
+        if trained and group.column.metric not in REACHED:
             same[group.model, group.column.name, group.panel].append(group)
     return same

@@ -2,13 +2,13 @@
 
 A training run gives three numbers: `best` and `last` of its validations, and `mean`, of the last k of
 them. `best` is chosen on the panel that it is measured on, so it flatters. `test` is what evaluations
-give, each played once after training. Runs of one seed count as one, by their mean; intervals are
-Student's over seeds.
+give, each played once after training. The row of the start model has the validations at step 0 of the
+table's runs. Runs of one seed count as one, by their mean; intervals are Student's over seeds.
 """
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,8 +17,8 @@ import pandas as pd
 from verl_multiturn.errors import unknown
 from verl_multiturn.stats import Interval, mean_interval
 from verl_multiturn.tables.pairs import Outcomes, paired
-from verl_multiturn.tables.published import REACHED, STATISTICS, Column, Published
-from verl_multiturn.tables.recorded import Recorded
+from verl_multiturn.tables.published import REACHED, STATISTICS, Column, Method, Published
+from verl_multiturn.tables.recorded import NO_MODEL, Recorded
 
 EMPTY = Interval(math.nan, math.nan, math.nan)
 KEYS = ("model", "method", "column")
@@ -42,14 +42,25 @@ def grouped(table: Published, runs: Iterable[Recorded]) -> list[Group]:
     columns = {column.name: column for column in table.columns}
     for method in table.methods:
         for column in table.columns:
-            for run in runs:
-                if run.of(method, column) and _fills(run, column):
+            for run in _of(table, method, column, runs):
+                if _fills(run, column):
                     key = (_model(table, run, column), method.name, column.name)
                     found[*key, run.panel_hash, run.evaluated].append(run)
     return [
         Group(model, method, columns[column], panel, evaluated, tuple(some))
         for (model, method, column, panel, evaluated), some in found.items()
     ]
+
+
+def _of(table: Published, method: Method, column: Column, runs: Iterable[Recorded]) -> Iterator[Recorded]:
+    """The runs of a row in a column; of the start model, what training started from."""
+    others = [one for one in table.methods if one.trained]
+    for run in runs:
+        if run.of(method, column):
+            yield run
+        elif method.start and column.metric not in REACHED and 0 in run.curve:
+            if any(run.of(one, column) for one in others):
+                yield run.at_start
 
 
 def cells(table: Published, groups: Iterable[Group], last: int = 3) -> pd.DataFrame:
@@ -103,6 +114,8 @@ def differences(groups: Iterable[Group], against: str, resamples: int = 10_000) 
         same[group.model, group.column.name, group.evaluated, group.panel].append(group)
     rows = []
     for (model, column, evaluated, panel), some in same.items():
+        if model != NO_MODEL:  # policies without a model stand beside every model
+            some = some + same.get((NO_MODEL, column, evaluated, panel), [])
         other = next((group for group in some if group.method == against), None)
         for group in some:
             if other is None or group is other:

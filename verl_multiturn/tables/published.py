@@ -5,14 +5,19 @@ A file published/<name>.yaml:
     title, source, evidence    what it is, which table of which paper, how its numbers were read
     statistic                  what the paper reports, if known: last (default), best, mean or test
     seeds                      of the paper; marks: sign -> meaning; notes: what a reader must know
-    columns     [{name, env, metric, task_type | macro, threshold, where, paper, ours}]
-    methods     [{name, where, trained, recipes: {environment: recipe}, set: [overrides]}]
-    models      {name: what actor_rollout_ref.model.path is set to, or null}; aliases: other names of them
+    columns     [{name, env, metric, task_type | macro, threshold, where, set: [overrides], paper, ours, cpu}]
+    methods     [{name, where, trained, start, by, cpu, statistic, models,
+                  recipes: {column or environment: recipe}, set: [overrides]}]
+    models      {name: what actor_rollout_ref.model.path is set to, or {column: that}, or null, the
+                recipe's own}; aliases: other names of them
+    why         {method, model or column: why none of our runs can fill it, or {column: why}}
     published   {model: {method: [a value for each column, or null]}}
-    suite       of what we run ourselves: common, set, test (see `tables.suite`)
+    suite       of what we run ourselves: common, set, test, limit, and in seconds start, after, step
+                (see `tables.wanted`)
 
 A value is a number, as text with a spread and a mark where it has them: "64.8±3.5", "96.0±1.4 ?".
-`where` names keys of a run's configuration and what they must be (a list: one of these; "*": set).
+`where` names keys of a run's configuration and what they must be (a list: one of these; "*": set). Methods
+of `where: {eval.model: random}`, or expert, are policies without a model, played by `verl-multiturn eval`.
 """
 
 import re
@@ -30,6 +35,7 @@ REACHED = {  # what training took to come to a threshold: the sum over steps of 
     "trajectories_to": ["multiturn/trajectories/mean"],
     "turns_to": ["multiturn/trajectories/mean", "multiturn/turns/mean"],
 }
+SCRIPTED = ("random", "expert")  # policies without a model
 METRICS = ("success", "score", "return", *REACHED)
 STATISTICS = ("best", "last", "mean", "test")
 VALUE = re.compile(
@@ -77,8 +83,10 @@ class Column:
         macro: the mean over these types, each with the same weight.
         threshold: the mean return to reach.
         where: settings of the runs that fill it.
+        set: overrides of the runs launched for it, beside those of `where`.
         paper: settings without which a run does not stand beside the published numbers.
         ours: the paper has no such column.
+        cpu: whether only runs with hardware=cpu can fill it, or only others; None: both.
     """
 
     name: str
@@ -88,8 +96,10 @@ class Column:
     macro: tuple[str, ...] = ()
     threshold: float | None = None
     where: Mapping[str, Any] = field(default_factory=dict)
+    set: tuple[str, ...] = ()
     paper: Mapping[str, Any] = field(default_factory=dict)
     ours: bool = False
+    cpu: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -100,15 +110,39 @@ class Method:
         name: its heading.
         where: settings of its runs; None: none of ours is.
         trained: False: evaluations of a model that was not trained here.
-        recipes: environment -> recipe.
+        start: validations at step 0 of the table's runs; evaluations of such a model as well.
+        by: the method whose recipe brings its runs, too.
+        cpu: as of a column.
+        statistic: what the paper reports in this row; None: the table's.
+        models: of the paper, those that it has the row for; none: all.
+        recipes: column or environment -> recipe.
         set: overrides of the recipe.
     """
 
     name: str
     where: Mapping[str, Any] | None = None
     trained: bool = True
+    start: bool = False
+    by: str | None = None
+    cpu: bool | None = None
+    statistic: str | None = None
+    models: tuple[str, ...] = ()
     recipes: Mapping[str, str] = field(default_factory=dict)
     set: tuple[str, ...] = ()
+
+    @property
+    def scripted(self) -> str:
+        """The policy without a model that it is; "": none."""
+        name = str((self.where or {}).get("eval.model", ""))
+        return name if name in SCRIPTED else ""
+
+    def recipe(self, column: Column) -> str | None:
+        """What trains it for a column."""
+        return self.recipes.get(column.name) or self.recipes.get(str(column.env))
+
+    def shown(self, statistic: str) -> str:
+        """Which of our numbers stands in its row, where the table shows `statistic`."""
+        return statistic if self.trained or self.start else "test"
 
 
 @dataclass(frozen=True)
@@ -121,12 +155,13 @@ class Published:
     evidence: str
     columns: tuple[Column, ...]
     methods: tuple[Method, ...]
-    models: Mapping[str, str | None] = field(default_factory=dict)
+    models: Mapping[str, str | Mapping[str, str] | None] = field(default_factory=dict)
     aliases: Mapping[str, str] = field(default_factory=dict)
     published: Mapping[tuple[str, str, str], Value] = field(default_factory=dict)
     statistic: str = "last"
     seeds: int = 3
     marks: Mapping[str, str] = field(default_factory=dict)
+    why: Mapping[str, str | Mapping[str, str]] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     suite: Mapping[str, Any] = field(default_factory=dict)
 
@@ -163,8 +198,10 @@ def load_table(name: str) -> Published:
         data | {"name": path.stem, "columns": columns, "methods": methods, "published": numbers},
         where,
     )
-    if table.statistic not in STATISTICS:
-        raise unknown(f"statistic in {path.name}", table.statistic, STATISTICS)
+    for one in (table.statistic, *filter(None, (method.statistic for method in methods))):
+        if one not in STATISTICS:
+            raise unknown(f"statistic in {path.name}", one, STATISTICS)
+    _check_names(table, path.name)
     for model, method, column in numbers:
         for kind, given, valid in (
             ("model", model, table.models),
@@ -175,6 +212,27 @@ def load_table(name: str) -> Published:
         if (mark := numbers[model, method, column].mark) and mark not in table.marks:
             raise unknown(f"mark of {model}, {method}, {column} in {path.name}", mark, table.marks)
     return table
+
+
+def _check_names(table: Published, file: str) -> None:
+    """Refuse names that no column, method or model has: they would be passed over in silence."""
+    methods, columns = ([one.name for one in many] for many in (table.methods, table.columns))
+    places = [*columns, *(column.env for column in table.columns if column.env)]
+    for key, given in table.why.items():
+        for name in given if isinstance(given, Mapping) else ():
+            if name not in columns:
+                raise unknown(f"column of why {key!r} in {file}", name, columns)
+        if key not in (valid := [*methods, *columns, *table.models]):
+            raise unknown(f"name of why in {file}", key, valid)
+    for method in table.methods:
+        for kind, names, valid in (
+            ("recipes", method.recipes, places),
+            ("models", method.models, [*table.models]),
+            ("by", filter(None, [method.by]), methods),
+        ):
+            for name in names:
+                if name not in valid:
+                    raise unknown(f"name of {kind} of method {method.name!r} in {file}", name, valid)
 
 
 def _made(kind: type, given: Mapping[str, Any], where: str) -> Any:

@@ -7,7 +7,7 @@ A training run brings its validations after step 0, an evaluation (`verl-multitu
 import math
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -19,9 +19,10 @@ from verl_multiturn.panel import Panel
 from verl_multiturn.provenance import UNKNOWN, model_name
 from verl_multiturn.run_files import Record, by_panel, missing_parts
 from verl_multiturn.runs import Run
-from verl_multiturn.tables.published import REACHED, Column, Method
+from verl_multiturn.tables.published import REACHED, SCRIPTED, Column, Method
 
 EVAL = "eval"
+NO_MODEL = "no model"  # of policies without one
 
 
 @dataclass(frozen=True)
@@ -32,11 +33,20 @@ class Recorded:
         id: its folder, as a reader finds it.
         run: the run.
         panel: which of its validation panels is read; "": its own.
+        start: whether it stands for the model it was started with: its validation at step 0.
     """
 
     id: str
     run: Run
     panel: str = ""
+    start: bool = False
+
+    @property
+    def at_start(self) -> "Recorded":
+        """The model it was started with."""
+        found = replace(self, start=True)
+        vars(found)["curve"] = self.curve  # trajectories are read once
+        return found
 
     @cached_property
     def config(self) -> Any:
@@ -65,7 +75,9 @@ class Recorded:
 
     @property
     def outcomes(self) -> dict[int, list[Record]]:
-        """Its curve; of training from step 1 on."""
+        """Its curve; of training from step 1 on, or the start alone."""
+        if self.start:
+            return {step: some for step, some in self.curve.items() if step == 0}
         return {step: some for step, some in self.curve.items() if step > 0 or self.evaluated}
 
     @property
@@ -81,9 +93,16 @@ class Recorded:
     @property
     def model(self) -> str:
         """The model it was started with, not where it lies."""
+        if self.scripted:
+            return NO_MODEL
         name = model_name(self.config)
         given = str(self.setting("eval.model") or "")
         return name if name != UNKNOWN or not given else re.split(r"[/#]", given.rstrip("/"))[-1]
+
+    @property
+    def scripted(self) -> bool:
+        """Whether a policy without a model played: `verl-multiturn eval random`, or expert."""
+        return str(self.setting("eval.model")).partition(":")[0] in SCRIPTED
 
     @property
     def commit(self) -> str:
@@ -112,7 +131,7 @@ class Recorded:
 
     def of(self, method: Method, column: Column) -> bool:
         """Whether it is of this method, and plays what the column measures."""
-        if method.where is None and method.trained:
+        if (method.where is None and method.trained) or self.scripted != bool(method.scripted):
             return False
         if self.env != column.env or self.trained != method.trained:
             return False

@@ -6,6 +6,7 @@ of our cells with everything that it rests on. CSV is the cells alone, one a lin
 
 import math
 import re
+from collections.abc import Sequence
 from io import StringIO
 from typing import Any
 
@@ -17,6 +18,7 @@ from rich.table import Table
 
 from verl_multiturn.errors import unknown
 from verl_multiturn.tables.published import STATISTICS, Published
+from verl_multiturn.tables.recorded import NO_MODEL
 
 FORMATS = ("terminal", "markdown", "csv", "latex")
 NAMES = {"mean": "mean of last {last}"}
@@ -31,6 +33,7 @@ def render(
     last: int = 3,
     runs: bool = False,
     equal: pd.DataFrame | None = None,
+    outside: Sequence[str] = (),
 ) -> str:
     """The table as text.
 
@@ -39,50 +42,71 @@ def render(
         cells: of `cells.cells`.
         pairs: of `cells.differences`; None: left out.
         form: terminal, markdown, csv or latex.
-        statistic: which of ours stands beside the paper's; None: the one that the paper reports.
+        statistic: which of ours stands beside the paper's; None: the one that the paper reports, in each row.
         last: how many validations `mean` is over.
         runs: name the runs of each cell (CSV always does).
         equal: of `budget.equal`; None: left out.
+        outside: of `budget.outside`, said below it.
 
     Raises:
         ValueError: an unknown form or statistic.
     """
     if form not in FORMATS:
         raise unknown("format", form, FORMATS)
-    chosen = statistic or table.statistic
-    if chosen not in STATISTICS:
-        raise unknown("statistic", chosen, STATISTICS)
+    if statistic is not None and statistic not in STATISTICS:
+        raise unknown("statistic", statistic, STATISTICS)
     if form == "csv":
         return str((cells if pairs is None else pairs).to_csv(index=False))
     put = {"terminal": _terminal, "markdown": _markdown, "latex": _latex}[form]
-    parts = [put(name, grid) for name, grid in grids(table, cells, chosen).items()]
+    parts = [put(name, grid) for name, grid in grids(table, cells, statistic).items()]
     if (cells["runs"] != "").any():
         parts.append(put("Our cells", details(cells, last, runs)))
     if equal is not None and len(equal):
         parts.append(put("At equal cost", _equal(equal)))
+    if outside:
+        parts.append(_as_comment("\n".join(outside), form))
     if pairs is not None and len(pairs):
         parts.append(put("Paired differences", _pairs(pairs)))
-    head, foot = _head(table, chosen, last), _foot(table)
-    if form == "latex":
-        head, foot = (re.sub("^", "% ", text, flags=re.MULTILINE) for text in (head, foot))
+    head, foot = (_as_comment(text, form) for text in (_head(table, statistic, last), _foot(table)))
     return "\n\n".join(filter(None, [head, *parts, foot])) + "\n"
 
 
-def grids(table: Published, cells: pd.DataFrame, statistic: str) -> dict[str, pd.DataFrame]:
-    """Model -> the paper's layout, our `statistic` beside each number."""
+def _as_comment(text: str, form: str) -> str:
+    return re.sub("^", "% ", text, flags=re.MULTILINE) if form == "latex" and text else text
+
+
+def grids(table: Published, cells: pd.DataFrame, statistic: str | None) -> dict[str, pd.DataFrame]:
+    """Model -> the paper's layout, our `statistic` beside each number; None: what the row reports.
+
+    Policies without a model stand in the block of every model that played their panel.
+    """
     found = {}
     names = [column.name for column in table.columns]
     paper = [column.name for column in table.columns if not column.ours]
-    for model in dict.fromkeys(cells["model"]):
-        block = cells[cells["model"] == model]
+    of_row = {one.name: one.shown(statistic or one.statistic or table.statistic) for one in table.methods}
+    at = {model: list(cells.index[cells["model"] == model]) for model in dict.fromkeys(cells["model"])}
+    alone = at.get(NO_MODEL, [])
+    beside = {model: _beside(cells, alone, mine) for model, mine in at.items() if model != NO_MODEL}
+    rest = [one for one in alone if not any(one in some for some in beside.values())]
+    for model, mine in at.items():
+        block = cells.loc[rest if model == NO_MODEL else [*mine, *beside[model]]]
+        if not len(block):
+            continue
         shown = {*block["column"], *(paper if model in table.models else ())}
         known = [name for name in names if name in shown]
         texts = {
-            method: {name: _cell(block, method, name, statistic) for name in known}
-            for method in dict.fromkeys(block["method"])
+            method: {name: _cell(block, method, name, of_row[method]) for name in known}
+            for method in sorted(set(block["method"]), key=list(of_row).index)
         }
         found[model] = pd.DataFrame.from_dict(texts, orient="index", columns=known).rename_axis("method")
     return found
+
+
+def _beside(cells: pd.DataFrame, alone: list[int], mine: list[int]) -> list[int]:
+    """Of the cells of policies without a model, those on a panel that the cells `mine` were played on."""
+    rows = cells.loc[mine].to_dict("records")
+    played = {(row["column"], row[panel]) for row in rows for panel in ("panel", "test_panel")}
+    return [one for one in alone if (cells.at[one, "column"], cells.at[one, "test_panel"]) in played]
 
 
 def details(cells: pd.DataFrame, last: int, runs: bool) -> pd.DataFrame:
@@ -114,6 +138,7 @@ def interval_text(row: Any, name: str) -> str:
 def _cell(block: pd.DataFrame, method: str, column: str, statistic: str) -> str:
     rows = block[(block["method"] == method) & (block["column"] == column)].to_dict("records")
     ours = [text for row in rows if (text := interval_text(row, statistic))]
+    ours = ours or [f"{text} (test)" for row in rows if (text := interval_text(row, "test"))]
     parts = [rows[0]["paper"]] if rows and rows[0]["paper"] else []
     return " | ".join([*parts, *(f"ours {text}" for text in ours)])
 
@@ -137,12 +162,18 @@ def _equal(equal: pd.DataFrame) -> pd.DataFrame:
     return shown.join(equal[["n", "panel"]].astype(str))
 
 
-def _head(table: Published, statistic: str, last: int) -> str:
-    shown = NAMES.get(statistic, statistic).format(last=last)
+def _head(table: Published, statistic: str | None, last: int) -> str:
+    shown = _name(statistic or table.statistic, last)
+    others = [one for one in table.methods if one.statistic and statistic is None]
+    rows = "".join(f" ({one.name}: {_name(one.statistic or '', last)})" for one in others)
     return (
         f"{table.title}\nPublished: {table.source}. Read from: {table.evidence}.\n"
-        f"Ours: {shown}, mean over seeds ± half of the 95 % interval; nothing where no run was recorded."
+        f"Ours: {shown}{rows}, mean over seeds ± half of the 95 % interval; nothing where no run is recorded."
     )
+
+
+def _name(statistic: str, last: int) -> str:
+    return NAMES.get(statistic, statistic).format(last=last)
 
 
 def _foot(table: Published) -> str:
