@@ -525,10 +525,13 @@ def test_search_with_a_folder(folder, tmp_path):
     assert roots[0] == roots[1] and any(len(texts) > 1 for texts in roots[0])
 
 
-def test_policies_without_a_model_are_recorded(tmp_path):
+@pytest.mark.parametrize("row", ["turn", "trajectory"])
+def test_policies_without_a_model_are_recorded(tmp_path, row):
     """Random and expert with the budget of a model that says up to two actions a turn: three in all."""
     words = ("multiturn.max_turns=2", "multiturn.action.max_actions=2", "multiturn.max_actions=3")
-    words = (*PLAIN, *words, "multiturn.action.separator='||'")
+    # A model would have no room for a second turn.
+    words = (*words, "multiturn.action.separator='||'", f"multiturn.row={row}", "data.max_response_length=12")
+    words = (*PLAIN, *words)
     chosen = ("--env", "sokoban", "--panel", "sokoban-val", "--limit", 12)
     shares = {}
     for name in ("random", "expert"):

@@ -113,4 +113,3 @@ def one_action_a_turn(config: DictConfig) -> None:
     block.max_turns = min(most) if most else turns
     block.action.max_actions = 1
     config.data.max_prompt_length = config.data.max_response_length = ENDLESS
-    block.max_action_tokens = ENDLESS
