@@ -101,6 +101,37 @@ def queue(monkeypatch):
 
 
 @pytest.fixture(scope="session")
+def q_folder(tmp_path_factory):
+    """A Q model that nobody fitted: two small chat models of transformers, which tell words apart."""
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("transformers")
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PhiConfig, PhiForCausalLM, PreTrainedTokenizerFast
+
+    from verl_multiturn.search.q_model import QSpec, write_spec
+
+    words = "<pad> <end> ? up down left right action think user assistant 51 52 53 54 55 56 57 58 59".split()
+    tokenizer = Tokenizer(models.WordLevel({word: n for n, word in enumerate(words)}, unk_token="?"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    template = "{% for m in messages %}{{ m['role'] + ' ' + m['content'] + ' ' }}{% endfor %}assistant"
+    made = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="<end>", pad_token="<pad>", chat_template=template
+    )
+    config = PhiConfig(
+        vocab_size=len(words), hidden_size=16, intermediate_size=32, num_hidden_layers=1,
+        num_attention_heads=2, max_position_embeddings=1024, initializer_range=0.3,
+        eos_token_id=1, pad_token_id=0, bos_token_id=None,
+    )  # fmt: skip
+    place = tmp_path_factory.mktemp("q")
+    for seed, name in enumerate(("reference", "model")):
+        torch.manual_seed(seed)
+        PhiForCausalLM(config).save_pretrained(place / name)
+        made.save_pretrained(place / name)
+    write_spec(place / "model", QSpec(str(place / "reference"), beta=1.0, max_tokens=1000))
+    return place / "model"
+
+
+@pytest.fixture(scope="session")
 def alfworld_games(tmp_path_factory):
     """A folder of 18 training games of small scenes, 6 seen, 6 unseen, of all task types."""
     pytest.importorskip("alfworld", reason='needs pip install "verl-multiturn[alfworld]"')

@@ -59,6 +59,7 @@ from verl_multiturn.rollout.loop import MultiTurnLoop
 from verl_multiturn.trainer import MultiTurnColocateAsyncTrainer, MultiTurnMixin, MultiTurnTrainer
 from verl_multiturn.trainer_archer import ArCHerSteps
 from verl_multiturn.trainer_guard import BEGINS, PHASES, GuardedRun
+from verl_multiturn.trainer_q import QSteps
 from verl_multiturn.trainer_record import RecordedSteps
 from verl_multiturn.trainer_starpo import StarPOSteps
 from verl_multiturn.turns import Trajectory, Turn, TurnBatch
@@ -695,7 +696,8 @@ def test_every_override_exists_in_verl():
     ours |= {"_caveats"}
     ours |= {"_measured", "_complete_validation", "close"}
     ours |= {"_alive", "_last_words", "_step", "_impatient", "_check_groups", "_keep_best"}
-    defined = vars(MultiTurnMixin) | vars(StarPOSteps) | vars(ArCHerSteps) | vars(GuardedRun)
+    ours |= {"_q_advantages", "_q_values"}
+    defined = vars(MultiTurnMixin) | vars(StarPOSteps) | vars(QSteps) | vars(ArCHerSteps) | vars(GuardedRun)
     defined |= vars(RecordedSteps)
     overrides = {name for name, value in defined.items() if inspect.isfunction(value)} - ours
     assert {"fit", "_validate", "_compute_advantage", "_step_once"} <= overrides
@@ -879,7 +881,8 @@ def importers(package):
 
 def test_only_the_named_files_import_verl():
     assert importers("verl") == MAY_IMPORT_VERL
-    assert importers("transfer_queue") == {"trainer.py", "trainer_archer.py", "trainer_starpo.py"}
+    trainers = {"trainer.py", "trainer_archer.py", "trainer_q.py", "trainer_starpo.py"}
+    assert importers("transfer_queue") == trainers
 
 
 def test_the_package_does_not_import_the_environments():

@@ -19,6 +19,9 @@ def rescore(
         list[str] | None, typer.Option("--set", help="A keyword: gigpo.gamma=0.9; may be repeated.")
     ] = None,
     out: Annotated[Path | None, typer.Option(help="CSV file for the advantages, one row a turn.")] = None,
+    q_model: Annotated[
+        str | None, typer.Option(help="Folder of a Q model: adds Q − V of it as one more column.")
+    ] = None,
 ) -> None:
     """Compute every algorithm's advantages on a run's trajectories, and compare them."""
     from verl_multiturn.rescore import print_rescored
@@ -28,7 +31,13 @@ def rescore(
     recorded = Run(run)
     names = None if algorithms is None else [name.strip() for name in algorithms.split(",") if name.strip()]
     chosen = None if steps is None else step_numbers(steps, recorded.steps(split))
-    found = score(recorded, names, chosen, keywords_by_name(settings or []), split)
+    value = None
+    if q_model is not None:
+        from verl_multiturn.search.q_model import load_q_model
+        from verl_multiturn.search.step_value import ModelValue
+
+        value = ModelValue(load_q_model(q_model), "leave_one_out")
+    found = score(recorded, names, chosen, keywords_by_name(settings or []), split, value)
     print_rescored(found)
     if out is not None:
         found.turns.to_csv(out, index=False)

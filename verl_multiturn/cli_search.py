@@ -41,6 +41,13 @@ def search(
     trees: Annotated[
         int | None, typer.Option(min=1, help="Trees at a time; default: 64, endpoint 16.")
     ] = None,
+    q_model: Annotated[
+        str | None,
+        typer.Option(
+            help="Folder of a Q model: its values are the prior of the candidates, by "
+            "multiturn.search.prior (visits or puct; default with it: puct)."
+        ),
+    ] = None,
 ) -> None:
     """Grow a search tree for each task; what a killed one has finished is kept."""
     given = settings or []
@@ -49,8 +56,12 @@ def search(
     config, chosen = _configured(env, panel, recipe, run, overrides, limit)
     sampling = _sampling(config, temperature)
     name = model or _own(config)
+    from verl_multiturn.compose import plain
     from verl_multiturn.search.collect import Collection
+    from verl_multiturn.search.prior import prior_rule, prior_value
 
+    block = config.multiturn.search
+    block.prior = prior_rule(plain(block), q_model, "--q-model FOLDER")
     collection = Collection(
         config=config,
         panel=chosen,
@@ -60,6 +71,8 @@ def search(
         sampling=sampling,
         seed=config.multiturn.seed if seed is None else seed,
         trees=trees or (16 if "://" in name else 64),
+        value=prior_value(q_model),
+        q_model=q_model,
         tell=Ticker(),
     )
     typer.echo(f"{name} on {chosen.name}: {len(chosen.tasks)} trees, recording to {out}")

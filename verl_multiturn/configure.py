@@ -27,13 +27,15 @@ from verl_multiturn.rollout.parsing import ActionFormat
 from verl_multiturn.rollout.prompts import prompt_policy
 from verl_multiturn.rollout.vine_config import Vine
 from verl_multiturn.search.config import configured
+from verl_multiturn.search.credit import QAdvantageConfig
 from verl_multiturn.search.fit_data import FitConfig
 from verl_multiturn.search.pair_files import PairConfig
+from verl_multiturn.search.prior import prior_rule
 from verl_multiturn.search.rules import Rules
 
 VERL_ALGORITHMS = {"grpo": "grpo", "ppo": "gae", "verl": None}  # name -> verl's adv_estimator
 TOKEN_ALGORITHMS = ("bilevel_gae",)  # ours, with one advantage per token
-ACTOR_ALGORITHMS = ("archer",)  # ours, whose advantages an actor of its own gives
+ACTOR_ALGORITHMS = ("archer", "q_advantage")  # ours, whose advantages a model beside the policy gives
 SEARCH = "qvalue"  # trees, pairs and a Q model; verl trains nothing
 LAYOUTS = ("turn", "trajectory")
 MODES = ("sync", "colocate_async", "separate_async")
@@ -50,6 +52,8 @@ def prepare(config: DictConfig) -> DictConfig:
     _check_choices(config)
     _derive_algorithm(config)
     with open_dict(config):
+        if settings.algorithm == "q_advantage":
+            settings.q_advantage.q_model = str(Path(settings.q_advantage.q_model).expanduser().resolve())
         path, _, name = settings.env.partition(":")
         if path.endswith(".py"):
             settings.env = f"{Path(path).resolve()}:{name}" if name else str(Path(path).resolve())
@@ -111,8 +115,8 @@ def _check_choices(config: DictConfig) -> None:
     ActionFormat(**plain(settings.action))
     if settings.algorithm in TOKEN_ALGORITHMS:
         _check_bilevel(settings)
-    elif settings.algorithm == "archer":
-        _check_archer(config)
+    elif settings.algorithm in ACTOR_ALGORITHMS:
+        {"archer": _check_archer, "q_advantage": _check_q_advantage}[settings.algorithm](config)
     elif settings.algorithm == SEARCH:
         _check_search(settings)
     elif settings.algorithm not in VERL_ALGORITHMS:
@@ -146,11 +150,29 @@ def _check_bilevel(settings: DictConfig) -> None:
 def _check_search(settings: DictConfig) -> None:
     """The stages of a Q model."""
     FitConfig.of(plain(settings.fit))
+    option = "multiturn.qvalue.prior=FOLDER"
+    settings.search.prior = prior_rule(plain(settings.search), settings.qvalue.prior, option)
     Rules(list(settings.qvalue.select), settings.qvalue.n, "to be fitted", settings.qvalue.tau)
     if getattr(load_class(settings.env, Env), "snapshots", Env.snapshots) == "none":
         raise ValueError(
             f'{settings.env} declares snapshots = "none", and a tree search goes back to snapshots: qvalue '
             "needs another environment"
+        )
+
+
+def _check_q_advantage(config: DictConfig) -> None:
+    """The Q model, and what a step must be for it."""
+    settings = config.multiturn
+    QAdvantageConfig.of(plain(settings.q_advantage))
+    if config.trainer.v1.trainer_mode == "colocate_async":
+        raise ValueError(
+            "trainer.v1.trainer_mode=colocate_async changes the weights while answers are sampled, and "
+            "q_advantage asks the policy that it trains: use sync"
+        )
+    if settings.in_process and config.trainer.device != "cpu":
+        raise ValueError(
+            "multiturn.in_process=true would put the Q model of q_advantage on the GPU beside the servers: "
+            "leave it out"
         )
 
 
@@ -292,7 +314,8 @@ def _derive_algorithm(config: DictConfig) -> None:
             f"multiturn.algorithm={name} with multiturn.row=turn would score every turn as an episode of its "
             "own: use multiturn.row=trajectory, or one of grpo, rloo, reinforce, turn_gae, gigpo"
         )
-    # The values of vineppo come from rollouts, those of archer from its own critic: verl's is its baseline.
+    # The values of vineppo come from rollouts, those of archer from its own critic (verl's is its baseline),
+    # those of q_advantage from a Q model.
     others = (*VERL_ALGORITHMS, *TOKEN_ALGORITHMS, *ACTOR_ALGORITHMS, "vineppo")
     own = name not in others and "value" in find(name).needs
     critic = own or name in TOKEN_ALGORITHMS or config.algorithm.adv_estimator == "gae"

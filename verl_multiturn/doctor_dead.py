@@ -15,7 +15,10 @@ from verl_multiturn.configure import TOKEN_ALGORITHMS, VERL_ALGORITHMS
 from verl_multiturn.doctor_report import Line
 
 PART = "keys without effect"
-BLOCKS = ("gigpo", "rloo", "reinforce", "turn_gae", "bilevel_gae", "vineppo", "archer", "keywords")
+BLOCKS = (
+    *("gigpo", "rloo", "reinforce", "turn_gae", "bilevel_gae", "vineppo", "archer", "q_advantage"),
+    "keywords",
+)
 
 
 def lines(config: DictConfig, base: DictConfig) -> list[Line]:
@@ -162,5 +165,6 @@ def _gigpo(settings: DictConfig) -> Iterator[tuple[str, str]]:
         "turn_gae",
         "vineppo",
         "archer",
+        "q_advantage",
     ):
         yield r"multiturn\.anchor", f"{settings.algorithm} compares no states (anchors are only recorded)"

@@ -182,6 +182,8 @@ def path(config: DictConfig) -> Line:
     critic = "yes" if config.critic.enable else "no"
     if settings.algorithm == "archer":
         critic = "of utterances" + (", verl's as a baseline per token" if config.critic.enable else "")
+    elif settings.algorithm == "q_advantage":
+        critic = f"no, the Q model {settings.q_advantage.q_model}"
     parts = (
         f"agent loop {rollout.agent.default_agent_loop}, {settings.row} rows",
         f"advantages {settings.algorithm} ({by})",

@@ -59,6 +59,14 @@ VALUES: dict[str, tuple[type, float]] = {
     "multiturn.archer.clip?": (float, 0),
     "multiturn.archer.token_baseline": (bool, 0),
     "multiturn.archer.max_inflight": (int, 1),
+    "multiturn.q_advantage.q_model?": (str, 0),
+    "multiturn.q_advantage.credit": (str, 0),
+    "multiturn.q_advantage.baseline": (str, 0),
+    "multiturn.q_advantage.candidates": (int, 1),
+    "multiturn.q_advantage.gamma": (float, 0),
+    "multiturn.q_advantage.normalize": (str, 0),
+    "multiturn.q_advantage.clip?": (float, 0),
+    "multiturn.q_advantage.max_inflight": (int, 1),
     "multiturn.critic.preset": (str, 0),
     "multiturn.critic.gpus": (float, 0),
     "multiturn.critic.cpus": (float, 0),
@@ -89,6 +97,7 @@ VALUES: dict[str, tuple[type, float]] = {
     "multiturn.val_size?": (int, 1),
     "multiturn.qvalue.tasks": (int, 1),
     "multiturn.qvalue.model?": (str, 0),
+    "multiturn.qvalue.prior?": (str, 0),
     "multiturn.qvalue.n": (int, 1),
     "multiturn.qvalue.tau": (float, 1e-6),
     "multiturn.qvalue.samples": (int, 1),
@@ -130,7 +139,7 @@ BLOCKS = (
     *("action", "prompt", "failures", "small_model", "filter", "normalize", "collapse", "information"),
     *("archer", "critic", "audit"),
     *("gigpo", "reinforce", "turn_gae", "rloo", "bilevel_gae", "vineppo", "vine"),
-    *("search", "pairs", "fit", "qvalue"),
+    *("search", "pairs", "fit", "qvalue", "q_advantage"),
 )
 
 

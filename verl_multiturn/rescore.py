@@ -23,10 +23,13 @@ from verl_multiturn.columns import Floats
 from verl_multiturn.errors import unknown
 from verl_multiturn.run_files import Record
 from verl_multiturn.runs import Run, to_turns
+from verl_multiturn.search.recorded import steps_of
+from verl_multiturn.search.step_value import StepValue, turn_advantages
 from verl_multiturn.steps import numbered
 from verl_multiturn.turns import TurnBatch
 
 RECORDED = "recorded"
+JUDGED = "q_advantage"  # of a Q model
 OWN = "own configuration"  # a passing column: the run's algorithm as the run had it
 _KEYS = ["step", "group", "trajectory", "index"]
 Keywords = Mapping[str, Mapping[str, Any]]
@@ -86,6 +89,7 @@ def rescore(
     steps: Iterable[int] | None = None,
     keywords: Keywords | None = None,
     split: str = "train",
+    value: StepValue | None = None,
 ) -> Rescored:
     """Score the recorded trajectories of `split` again.
 
@@ -95,6 +99,7 @@ def rescore(
         steps: default: all recorded ones.
         keywords: of an algorithm by its name, on top of the run's own configuration for it.
         split: whose trajectories.
+        value: adds the column q_advantage, Q − V of each turn; nan where either is unknown.
 
     Raises:
         ValueError: an unknown algorithm, keyword, split or step; or no algorithm is possible.
@@ -107,23 +112,30 @@ def rescore(
     frames, impossible, count = [], dict[str, str](), 0
     for step in run.steps(split) if steps is None else dict.fromkeys(steps):
         # What the filter left out was not scored in training either.
-        played = run.trajectories(split, step)
-        trajectories = [
-            one for one in played if one["turns"] and (split != "train" or one.get("trained", True))
+        played = [
+            one
+            for one in run.trajectories(split, step)
+            if one["turns"] and (split != "train" or one.get("trained", True))
         ]
         # Where utterances were cut into steps, those had the credit: a row of the table is a step.
-        trajectories = [one | {"turns": numbered(one["turns"])} for one in trajectories]
+        trajectories = [one | {"turns": numbered(one["turns"])} for one in played]
         turns, count = to_turns(trajectories), count + len(trajectories)
         columns = {RECORDED: _recorded(trajectories)}
         columns |= score(turns, chosen, impossible)
+        if value is not None:
+            columns[JUDGED] = np.full(len(turns), np.nan)
+            if len(steps_ := steps_of(played, run.config["multiturn"])) == len(turns):
+                columns[JUDGED] = turn_advantages(value.values(steps_), unknown_is=np.nan)
         if own is not None:
             columns[OWN] = score(turns, {OWN: own}, {}).get(OWN, np.full(len(turns), np.nan))
         keys = {"group": turns.group, "trajectory": turns.trajectory, "index": turns.index}
         frames.append(pd.DataFrame({"step": step} | keys | columns))
-    if len(impossible) == len(names):
+    if all(name in impossible for name in names):
         raise ValueError("; ".join(f"{name} is not possible: {why}" for name, why in impossible.items()))
     table = pd.concat(frames, ignore_index=True)
     reproduction = None if own is None else _compare(own[0].name, table)
+    if value is not None and table[JUDGED].isna().all():
+        impossible[JUDGED] = "no turn is recorded whole, with another answer to the same prompt beside it"
     table = table.drop(columns=[OWN, *impossible], errors="ignore")
     return Rescored(table, impossible, reproduction, count)
 
@@ -175,9 +187,10 @@ def configured(run: Run, name: str, extra: Mapping[str, Any] | None = None) -> t
 
 
 def _own(run: Run) -> tuple[Algorithm, Config] | None:
-    """The run's algorithm as the run had it; None for verl's own estimators, those over tokens and archer."""
+    """The run's algorithm as the run had it; None for verl's estimators, those over tokens and of models."""
     name = (run.config.get("multiturn") or {}).get("algorithm")
-    return None if name in (None, "ppo", "verl", "bilevel_gae", "archer") else configured(run, name)
+    elsewhere = (None, "ppo", "verl", "bilevel_gae", "archer", "q_advantage")
+    return None if name in elsewhere else configured(run, name)
 
 
 def score(

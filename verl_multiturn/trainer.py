@@ -34,12 +34,13 @@ from verl_multiturn.runs import RunWriter
 from verl_multiturn.survivors import Survivors
 from verl_multiturn.trainer_archer import ArCHerSteps
 from verl_multiturn.trainer_guard import GuardedRun, ResumedRun
+from verl_multiturn.trainer_q import QSteps
 from verl_multiturn.trainer_record import RecordedSteps
 from verl_multiturn.trainer_starpo import StarPOSteps
 from verl_multiturn.vine_metrics import of_vine
 
 
-class MultiTurnMixin(GuardedRun, RecordedSteps, StarPOSteps, ArCHerSteps, ResumedRun):
+class MultiTurnMixin(GuardedRun, RecordedSteps, StarPOSteps, QSteps, ArCHerSteps, ResumedRun):
     """What every mode shares. `mode` is verl's name of it."""
 
     mode: str
@@ -256,6 +257,8 @@ class MultiTurnMixin(GuardedRun, RecordedSteps, StarPOSteps, ArCHerSteps, Resume
             batch = self._token_advantages(rows, batch, metrics)
         elif name == "archer":
             batch = self._critic_advantages(rows, batch, metrics)
+        elif name == "q_advantage":
+            batch = self._q_advantages(rows, batch, metrics)
         else:
             batch = self._turn_advantages(name, rows, batch, metrics)
         self._audit(rows, batch, metrics)

@@ -141,8 +141,8 @@ class ArCHerSteps:
     def _dialogues(self, rows: Rows) -> list[Dialogue]:
         return dialogues(rows, self.critic_settings, self._version, self.global_steps, self.archer.state)
 
-    def _ask(self, purpose: str, prompt_ids: list[list[int]], count: int) -> Any:
-        """`count` utterances of the current policy at each prompt."""
+    def _ask(self, purpose: str, prompt_ids: list[list[int]], count: int, at_once: int | None = None) -> Any:
+        """`count` utterances of the current policy at each prompt, `at_once` (None: ArCHer's) at a time."""
         rollout = self.config.actor_rollout_ref.rollout
         seeds: list[tuple[int | None, ...]] = [(None,) * count] * len(prompt_ids)
         if self.settings.seeded:
@@ -160,7 +160,7 @@ class ArCHerSteps:
             "max_tokens": self.settings.max_action_tokens,
         }
         questions = [Question(ids, some) for ids, some in zip(prompt_ids, seeds, strict=True)]
-        limits = self.archer.max_inflight, self.settings.episode_timeout
+        limits = at_once or self.archer.max_inflight, self.settings.episode_timeout
         said = ask(self.get_llm_client(), questions, sampling, *limits)
         self.asked_tokens += sum(len(one.ids) for samples in said for one in samples)
         return said

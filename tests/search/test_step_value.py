@@ -17,7 +17,6 @@ from verl_multiturn.search.step_value import (
     TreeValue,
     Values,
     shaped_rewards,
-    steps_of,
     turn_advantages,
 )
 
@@ -106,6 +105,35 @@ def test_a_model_is_asked_once_a_state():
     assert (soft.V >= found.V - 1e-12).all()  # Jensen
 
 
+def test_leaving_the_own_answer_out():
+    """(2 + 2 + 8) / 3 beside 4; the answer said twice is one of the others of its twin."""
+
+    def score(messages, answers):
+        return [float(2 ** len(answer)) for answer in answers]
+
+    steps = [
+        Step(0, "ab", prompt=prompt("s"), others=("a", "abc")),
+        Step(0, "a", prompt=prompt("s")),
+        Step(1, "a", prompt=prompt("t")),
+    ]
+    found = ModelValue(score, baseline="leave_one_out").values(steps)
+    assert found.Q.tolist() == [4, 2, 2]
+    assert found.V[:2] == pytest.approx([(2 + 2 + 8) / 3, (2 + 4 + 8) / 3]) and np.isnan(found.V[2])
+
+
+def test_the_left_out_mean_does_not_depend_on_the_answer():
+    """E[(Q(a) − V) ∇log π(a)] over all draws is the gradient of E Q; with the mean of different ones not."""
+    p, q = np.array([0.5, 0.3, 0.2]), {"a": 1.0, "b": -2.0, "c": 4.0}
+    exact = p * (np.array([*q.values()]) - p @ np.array([*q.values()]))
+    for baseline, unbiased in (("leave_one_out", True), ("mean", False)):
+        value, gradient = ModelValue(lambda _, some: [q[one] for one in some], baseline), np.zeros(3)
+        for i, j, k in np.ndindex(3, 3, 3):
+            others = ("abc"[j], "abc"[k])
+            A = turn_advantages(value.values([Step(0, "abc"[i], prompt=prompt("s"), others=others)]))[0]
+            gradient += p[i] * p[j] * p[k] * A * (np.eye(3)[i] - p)
+        assert np.allclose(gradient, exact) is unbiased
+
+
 def test_every_value_knows_only_its_own_turns():
     stranger = [Step(0, "a", group="elsewhere")]
     for value in (StateValue(batch(value=[0, 0, 0])), GroupValue(batch()), TreeValue({"g": TREE})):
@@ -167,15 +195,3 @@ def test_shaping_with_exact_values_pays_at_once():
 def test_refusals(call, words):
     with pytest.raises(ValueError, match=words):
         call()
-
-
-def test_steps_of_recorded_trajectories():
-    turns = [
-        {"index": 0, "actions": ["up"], "observation": "o0", "text": "<a>up</a>"},
-        {"index": 1, "actions": [], "observation": "o1", "text": "hm"},
-        {"index": 2, "actions": ["left", "up"], "observation": "o2", "text": "<a>left||up</a>"},
-    ]
-    steps = steps_of([{"group": "g", "trajectory": 3, "turns": turns}])
-    assert [step.key for step in steps] == [("g", 3, 0), ("g", 3, 1), ("g", 3, 2)]
-    assert [step.action for step in steps] == ["up", "", "left || up"]
-    assert steps[2].path == ("up", "") and steps[2].text == "<a>left||up</a>" and steps[2].state == "o2"

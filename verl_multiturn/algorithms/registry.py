@@ -87,6 +87,7 @@ _ALGORITHMS: dict[str, Algorithm] = {}
 _ELSEWHERE = {  # methods whose unit is not the turn: a function of their own computes them
     "starpo": "starpo gives credit to tokens, not to turns: use verl_multiturn.bilevel_gae.",
     "archer": "archer's advantage comes from its critics: use verl_multiturn.critic_advantage.",
+    "q_advantage": "q_advantage comes from a Q model: use verl_multiturn.search.step_value.ModelValue.",
 }
 
 

@@ -1,6 +1,7 @@
 """Single utterances outside of any episode: prompts in, what verl's LLM servers sample there out.
 
-For ArCHer, whose critic and in-silico actor need fresh utterances at replayed states. The servers must be
+For ArCHer, whose critic and in-silico actor need fresh utterances at replayed states, and for the baseline
+of a Q model's advantages. The servers must be
 awake: between the end of a step's rollout and the moment verl puts them to sleep.
 """
 
@@ -54,8 +55,8 @@ def ask(
     except TimeoutError:
         count = sum(len(one.seeds) for one in questions)
         raise RunStopped(
-            f"{count} fresh utterances for multiturn.algorithm=archer took longer than {timeout:g} s "
-            "(multiturn.episode_timeout): raise it, or lower multiturn.archer.updates"
+            f"{count} fresh utterances took longer than {timeout:g} s (multiturn.episode_timeout): raise it, "
+            "or ask for fewer (multiturn.archer.updates, multiturn.q_advantage.candidates)"
         ) from None
 
 

@@ -70,6 +70,7 @@ class Collection:
         seed: of the searches.
         trees: at a time.
         value: prior of the candidates, see `SearchConfig.prior`.
+        q_model: where `value` comes from, for the record.
         tell: called after every tree.
 
     Raises:
@@ -85,6 +86,7 @@ class Collection:
     seed: int = 0
     trees: int = 64
     value: StepValue | None = None
+    q_model: str | None = None
     tell: Callable[[Progress], None] = lambda progress: None
 
     def __post_init__(self) -> None:
@@ -98,7 +100,7 @@ class Collection:
         """What the trees depend on."""
         parts = {key: self.shared.settings[key] for key in PARTS}
         search = {key: getattr(self.search, key) for key in self.search.__dataclass_fields__}
-        more = {"model": self.name, "sampling": self.sampling, "seed": self.seed}
+        more = {"model": self.name, "sampling": self.sampling, "seed": self.seed, "q_model": self.q_model}
         return parts | search | more
 
     def run(self) -> None:

@@ -28,6 +28,7 @@ from verl_multiturn.errors import intact
 from verl_multiturn.search.compare import costs, evaluate_rule, print_costs
 from verl_multiturn.search.fit import REFERENCE, fit
 from verl_multiturn.search.fit_data import FitConfig
+from verl_multiturn.search.prior import prior_value
 from verl_multiturn.search.rules import Rules
 
 Say = Callable[[str], None]
@@ -81,7 +82,8 @@ class Pipeline:
 
         tasks, sampling = self.settings["qvalue"]["tasks"], _sampling(self.config, None)
         about = {name: self.settings[name] for name in ("env", "env_kwargs", "search", "seed")}
-        if self._finished("search", about | {"tasks": tasks, "agent": self.agent}):
+        prior = self.settings["qvalue"]["prior"]
+        if self._finished("search", about | {"tasks": tasks, "agent": self.agent, "prior": prior}):
             return
         panel = training_tasks(self.config.multiturn, tasks)
         collection = Collection(
@@ -92,6 +94,8 @@ class Pipeline:
             folder=self.folder / "trees",
             sampling=sampling,
             seed=self.settings["seed"],
+            value=prior_value(prior),
+            q_model=prior,
             tell=Ticker(),
         )
         self.tell(f"search: {len(collection.panel.tasks)} trees, recording to {self.folder / 'trees'}")

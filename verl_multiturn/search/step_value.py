@@ -6,14 +6,15 @@
 
 A `StepValue` says both for a list of turns. A search tree (`TreeValue`), state values of vine rollouts or
 a critic (`StateValue`), groups of equal states as in GiGPO (`GroupValue`) and a Q model (`ModelValue`) can
-so be compared on the same recorded turns.
+so be compared on the same recorded turns (`search.recorded.steps_of`). In training a Q model gives them by
+multiturn.algorithm=q_advantage, in a search by `verl-multiturn search --q-model FOLDER`.
 
 As a prior of a search: visits makes Q of a candidate count as `prior_visits` visits that are never booked,
 so that what was found outweighs it in time; puct selects by W/N + c · prior · sqrt(N_parent) / (1 + N) with
 the softmax of Q / `prior_temperature` over the candidates as prior.
 """
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -26,6 +27,7 @@ from verl_multiturn.returns import returns_to_go
 from verl_multiturn.turns import TurnBatch
 
 Messages = list[dict[str, str]]
+BASELINES = ("mean", "logmeanexp", "leave_one_out")  # of a ModelValue
 Score = Callable[[Messages, list[str]], Sequence[float]]  # prompt, answers -> Q of each
 
 
@@ -40,7 +42,7 @@ class Step:
         state: what the environment showed.
         prompt: what the policy read.
         text: its whole answer; None: the action is the answer.
-        others: answers that were sampled beside it.
+        others: answers that were sampled beside it, each as often as it was.
         group: of the start state; trajectory: which sample of it.
     """
 
@@ -153,15 +155,18 @@ class GroupValue:
 class ModelValue:
     """Q from a function that scores answers, V from those known in the state.
 
+    Those are the answers of the steps with the same prompt, and what stands beside them (`Step.others`).
+
     Args:
         score: (prompt, answers) -> a number for each, such as β Σ (log π − log π_ref).
-        baseline: V as "mean" or "logmeanexp" of the scores of different answers in the state: this one,
-            `Step.others`, and those of other steps with the same prompt.
+        baseline: V as "mean" or "logmeanexp" of the scores of the different answers in the state; or as
+            their mean without the own one, each as often as it was sampled ("leave_one_out"), unknown where
+            there is no other: it does not depend on the answer, so that a policy gradient stays unbiased.
     """
 
     def __init__(self, score: Score, baseline: str = "mean") -> None:
-        if baseline not in ("mean", "logmeanexp"):
-            raise unknown("baseline of ModelValue", baseline, ("mean", "logmeanexp"))
+        if baseline not in BASELINES:
+            raise unknown("baseline of ModelValue", baseline, BASELINES)
         self.score, self.baseline = score, baseline
 
     def values(self, steps: Sequence[Step]) -> Values:
@@ -170,23 +175,28 @@ class ModelValue:
         Raises:
             ValueError: a step without a prompt, or a score that is missing or not finite.
         """
-        states: dict[str, tuple[Messages, dict[str, int]]] = {}
+        prompts: dict[str, Messages] = {}
+        said: dict[str, list[str]] = {}  # in each state, as often as it was said
         for step in steps:
             if step.prompt is None:
                 raise ValueError(f"ModelValue needs the prompt of every step: turn {step.index} has none.")
-            _, answers = states.setdefault(repr(step.prompt), (step.prompt, {}))
-            for answer in (_answer(step), *step.others):
-                answers.setdefault(answer, len(answers))
-        scores = {key: self._scored(prompt, [*answers]) for key, (prompt, answers) in states.items()}
-        Q = [scores[repr(s.prompt)][states[repr(s.prompt)][1][_answer(s)]] for s in steps]
-        V = [self._level(scores[repr(s.prompt)]) for s in steps]
-        return Values(np.array(Q, np.float64), np.array(V, np.float64))
+            prompts.setdefault(repr(step.prompt), step.prompt)
+            said.setdefault(repr(step.prompt), []).extend((_answer(step), *step.others))
+        scores = {key: self._scored(prompts[key], [*dict.fromkeys(some)]) for key, some in said.items()}
+        Q = np.array([scores[repr(step.prompt)][_answer(step)] for step in steps], np.float64)
+        if self.baseline == "leave_one_out":
+            totals = {key: sum(scores[key][one] for one in some) for key, some in said.items()}
+            counts = np.array([len(said[repr(step.prompt)]) for step in steps], np.float64)
+            rest = np.array([totals[repr(step.prompt)] for step in steps], np.float64) - Q
+            return Values(Q, np.where(counts > 1, rest / np.maximum(counts - 1, 1), np.nan))
+        V = [self._level(np.array([*scores[repr(step.prompt)].values()])) for step in steps]
+        return Values(Q, np.array(V, np.float64))
 
-    def _scored(self, prompt: Messages, answers: list[str]) -> Floats:
+    def _scored(self, prompt: Messages, answers: list[str]) -> dict[str, float]:
         scores = np.asarray(self.score(prompt, answers), np.float64)
         if scores.shape != (len(answers),) or not np.isfinite(scores).all():
             raise ValueError(f"a score must be one finite number for each of {len(answers)} answers.")
-        return scores
+        return dict(zip(answers, scores.tolist(), strict=True))
 
     def _level(self, scores: Floats) -> float:
         if self.baseline == "mean":
@@ -246,31 +256,6 @@ def following(turns: TurnBatch, V: Floats) -> Floats:
     inner = np.flatnonzero(~turns.last[turns.order])
     after[turns.order[inner]] = V[turns.order[inner + 1]]
     return np.asarray(after, np.float64)
-
-
-def steps_of(records: Iterable[Mapping[str, Any]]) -> list[Step]:
-    """The turns of recorded trajectories, in the order of `runs.to_turns`.
-
-    The group is the recorded one; a turn of several actions counts as one, joined by " || ".
-    """
-    steps = []
-    for record in records:
-        path: tuple[str, ...] = ()
-        for turn in record["turns"]:
-            action = " || ".join(turn["actions"])
-            steps.append(
-                Step(
-                    index=turn["index"],
-                    action=action,
-                    path=path,
-                    state=turn["observation"],
-                    text=turn["text"],
-                    group=record["group"],
-                    trajectory=record["trajectory"],
-                )
-            )
-            path = (*path, action)
-    return steps
 
 
 def _by_key(turns: TurnBatch, values: Values) -> dict[tuple[Hashable, Hashable, int], tuple[float, float]]:

@@ -25,15 +25,15 @@ from verl_multiturn.tables.recorded import Recorded, measured
 COSTS = {"env_steps": "environment steps", "tokens": "generated tokens"}
 GUIDED = ("argmax", "softmax")  # rules of an evaluation that ask a Q model
 TRAJECTORIES = "multiturn/trajectories/mean"
-ASKED = "multiturn/archer/asked_tokens/mean"
-EXTRA = {"env_steps": ("multiturn/vine_turns/mean",), "tokens": ("multiturn/vine_tokens/mean", ASKED)}
+ASKED = ("multiturn/archer/asked_tokens/mean", "multiturn/q_advantage/asked_tokens/mean")
+EXTRA = {"env_steps": ("multiturn/vine_turns/mean",), "tokens": ("multiturn/vine_tokens/mean", *ASKED)}
 
 
 def spent(run: Run) -> pd.DataFrame:
     """Step -> env_steps, tokens spent by training up to and with it; step 0 is free.
 
     A turn without an action costs one environment step; a metric of `EXTRA` is a mean over a step's
-    trajectories, `ASKED` of the whole step.
+    trajectories, one of `ASKED` of the whole step.
     """
     rows = {0: dict.fromkeys(COSTS, 0.0)}
     for step in run.steps("train") if "train" in run.splits() else ():
@@ -46,7 +46,7 @@ def spent(run: Run) -> pd.DataFrame:
     for cost, names in EXTRA.items():
         for name in names:
             if name in run.metrics:
-                more = run.metrics[name] * (1.0 if name == ASKED else run.metrics[TRAJECTORIES])
+                more = run.metrics[name] * (1.0 if name in ASKED else run.metrics[TRAJECTORIES])
                 frame[cost] = frame[cost].add(more.reindex(frame.index).fillna(0.0))
     return frame.cumsum()
 
