@@ -35,6 +35,8 @@ A trajectory is one JSON object:
         value, advantage V(s_t) and A_t, or null
         steps            only where utterances are cut (multiturn.vine.splitter): objects with span, that is
                          [start, stop) in action_ids, value and advantage; the turn has those of its first
+        others           multiturn.algorithm=q_advantage: fresh answers to the turn's prompt, not carried out
+        candidates       evaluations that choose among answers: text, action, votes, score of each
         row, span        which training row it went to; [start, stop) of action_ids in its response
         generate_seconds, env_seconds
 """

@@ -101,7 +101,7 @@ class QSteps:
         return self._put(batch, advantages=advantages, returns=returns)
 
     def _q_values(self, rows: Rows) -> Values:
-        """Q and V by place; V and the fresh answers are kept in the turns' records."""
+        """Q and V by place; the fresh answers are kept in the turns' records, and V if it is of returns."""
         sessions: dict[str, list[int]] = defaultdict(list)
         for place, (row, record, _) in enumerate(rows.places):
             session = rows.keys[row].rsplit("_", 1)[0]
@@ -117,8 +117,9 @@ class QSteps:
         found = self.q_value.values(steps_of(records, plain(self.settings)))
         Q, V = np.zeros(len(places)), np.zeros(len(places))
         Q[places], V[places] = found
-        for (_, record, _), value in zip(rows.places, V.tolist(), strict=True):
-            record["value"] = value
+        if self.q_settings.credit == "shaping":  # else `rescore` would take it for a value of returns
+            for (_, record, _), value in zip(rows.places, V.tolist(), strict=True):
+                record["value"] = value
         return Values(Q, V)
 
 

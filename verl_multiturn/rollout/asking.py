@@ -1,8 +1,8 @@
 """Single utterances outside of any episode: prompts in, what verl's LLM servers sample there out.
 
 For ArCHer, whose critic and in-silico actor need fresh utterances at replayed states, and for the baseline
-of a Q model's advantages. The servers must be
-awake: between the end of a step's rollout and the moment verl puts them to sleep.
+of a Q model's advantages. The servers must be awake: between the end of a step's rollout and the moment
+verl puts them to sleep.
 """
 
 import asyncio
