@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from verl_multiturn.algorithms import advantages
 from verl_multiturn.cli import app
 from verl_multiturn.estimators import METRICS, Plan, measure
-from verl_multiturn.estimators_methods import METHODS, Errors, Sample, turn_index
+from verl_multiturn.estimators_methods import METHODS, Errors, Sample, _q_model, turn_index
 from verl_multiturn.estimators_settings import Setting, bandit, chain, lake, setting
 from verl_multiturn.estimators_world import END, Episodes, World
 from verl_multiturn.turns import TurnBatch
@@ -202,6 +202,19 @@ def test_values_true_and_wrong(world):
     bias = np.where(np.isnan(A), 0, A - world.advantage - later + off[:, None])
     assert bias == pytest.approx(0, abs=1e-12)
     assert np.abs(g - world.gradient).max() > 1e-3
+
+
+def test_a_q_model_may_be_off_by_any_number_in_a_state():
+    """The mean over fresh actions takes it off; nobody else's draws are changed by drawing them."""
+    world, rng = lake(), np.random.default_rng(1)
+    off = np.repeat(rng.normal(size=(2, len(world.V), 1)), world.Q.shape[1], axis=2)
+    sample = Sample.draw(world, 64, 8, Errors(np.zeros((2, len(world.V))), off), rng)
+    before = sample.rng.bit_generator.state
+    found = _q_model(4000, wrong=True)(sample)
+    assert sample.rng.bit_generator.state == before
+    true = world.advantage[sample.episodes.place, sample.episodes.action]
+    assert np.abs(found - true).max() < 0.05 < true.std()
+    assert 0.02 < (METHODS["q_advantage"](sample) - true).std() < 0.5
 
 
 def test_deterministic_turns_have_no_variance_with_exact_values():

@@ -97,6 +97,19 @@ def _archer(wrong: bool) -> Method:
     return method
 
 
+def _q_model(K: int, wrong: bool) -> Method:
+    """Q(x, a) less the mean Q of K fresh actions at x: multiturn.algorithm=q_advantage."""
+
+    def method(sample: Sample) -> Floats:
+        world, x = sample.world, sample.episodes.place
+        Q = world.Q + sample.errors.Q[0] * wrong
+        # A stream of its own: the draws of the other methods stay what they were without it.
+        fresh = world.actions(np.repeat(x, K), sample.rng.spawn(1)[0]).reshape(-1, K)
+        return np.asarray(Q[x, sample.episodes.action] - Q[x[:, None], fresh].mean(axis=1), np.float64)
+
+    return method
+
+
 def _bilevel(sample: Sample) -> Floats:
     world, x, a = sample.world, sample.episodes.place, sample.episodes.action
     tokens = np.stack([world.V[x], world.Q[x, a]], axis=1)  # (N, 2)
@@ -145,4 +158,6 @@ METHODS: dict[str, Method] = {
     "archer": _archer(wrong=False),
     "archer, wrong Q, V": _archer(wrong=True),
     "bilevel_gae": _bilevel,
+    "q_advantage": _q_model(4, wrong=False),
+    "q_advantage, wrong Q": _q_model(4, wrong=True),
 }

@@ -89,12 +89,12 @@ def _plots(rows: Sequence[Row], path: Path) -> None:
     lines = [(sweep, family) for sweep in sweeps for family in FAMILIES]
     figure = Figure(figsize=(24, 2.9 * len(lines)), layout="constrained")
     axes: Any = figure.subplots(len(lines), len(SHOWN), squeeze=False)
-    colours = plt.get_cmap("tab10")
+    colours = plt.get_cmap("tab20")
     for (sweep, family), row_of_axes in zip(lines, axes, strict=True):
         for name, ax in zip(SHOWN, row_of_axes, strict=True):
             for k, method in enumerate(FAMILIES[family]):
                 some = [row for row in rows if (row["sweep"], row["estimator"]) == (sweep, method)]
-                _plot(ax, some, name, label=method, color=colours(k), marker="osv^D<>Pp*"[k])
+                _plot(ax, some, name, label=method, color=colours(k), marker="osv^D<>Pp*Xh"[k])
             ax.set_xlabel(sweep)
             ax.set_title(name.replace("_", " ") + (", log" if name in LOGARITHMIC else ""), fontsize=10)
             ax.grid(alpha=0.3)

@@ -135,9 +135,13 @@ class World:
             who, x = who[after != END], after[after != END]
         return G.reshape(len(places), K)
 
+    def actions(self, x: Ints, rng: np.random.Generator) -> Ints:
+        """An action of the policy at each place. -> (N,)."""
+        return _draw(self._acts[self.state[x]], rng)
+
     def _act(self, x: Ints, rng: np.random.Generator) -> tuple[Ints, Ints]:
         """An action of the policy at each place, and the outcome that it had."""
-        a = _draw(self._acts[self.state[x]], rng)
+        a = self.actions(x, rng)
         return a, _draw(self._happens[x, a], rng)
 
     @cached_property
