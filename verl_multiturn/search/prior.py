@@ -23,7 +23,7 @@ def prior_rule(search: Mapping[str, Any], q_model: str | None, option: str) -> s
     if q_model is None:
         if rule != "none":
             raise ValueError(f"multiturn.search.prior={rule} needs the values of a Q model: give {option}")
-        return given  # type: ignore[no-any-return]
+        return given
     read_spec(q_model)
     if given == "none":
         raise ValueError(
