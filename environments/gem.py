@@ -23,19 +23,25 @@ State key:
 GEM draws from the global `random`: tasks are drawn from the seed, what happens later from the
 dynamics seed, and the global generators are put back after each call. Hence a process of its own.
 
+"code:" runs the model's programs and "math:" evaluates its answers (so do some of "eval:"): both are
+refused. So do nine scorers of "rg:"; they get plain formulas and lists only (`adapter_parts.model_text`).
+
 Arguments:
     id: "game:Sokoban-v0-easy", "rg:countdown", or a class of yours (a gem.Env) as "pkg.module:Class"
         or "path/to/file.py:Class".
     keywords: of `gem.make`, or of the class.
     max_turns: turns in an episode; by default GEM's.
+    dangerously_run_model_text: play what is refused otherwise.
 """
 
 from collections.abc import Hashable
 from dataclasses import dataclass
+from functools import partial
 from random import Random
 from typing import Any, ClassVar, Literal
 
 from environments.adapter_parts.chance import drawing_from
+from environments.adapter_parts.model_text import refuse, scored
 from environments.adapter_parts.objects import find
 from environments.adapter_parts.state import digest
 from verl_multiturn.env import Env, Info, Seed
@@ -46,6 +52,7 @@ __all__ = ["Gem"]
 
 # Counts of turns and resets, and where GEM's question sets take the next question from.
 NO_STATE = frozenset({"turn_count", "idx", "epoch", "ds", "ds_iter", "dataset", "mp_pool"})
+RUN_THE_TEXT = ("gem.envs.code_env:", "gem.envs.math_env:", "gem.envs.math_visual_env:")
 
 
 @dataclass(frozen=True)
@@ -67,10 +74,11 @@ class Gem(Env):
         id: str = "game:GuessTheNumber-v0-easy",
         keywords: dict[str, Any] | None = None,
         max_turns: int | None = None,
+        dangerously_run_model_text: bool = False,
     ) -> None:
         self.id, self.limit = id, max_turns
         with drawing_from(Random(0)):  # GEM's games already reset when they are made
-            self.env = _make(id, keywords or {})
+            self.env = _make(id, keywords or {}, dangerously_run_model_text)
         self.max_turns = self._turns()
 
     def _turns(self) -> int:
@@ -106,16 +114,22 @@ class Gem(Env):
             return str(self.env.sample_random_action())
 
 
-def _make(id: str, keywords: dict[str, Any]) -> Any:
+def _make(id: str, keywords: dict[str, Any], run: bool) -> Any:
     import gem
     from gem.envs.registration import ENV_REGISTRY
 
+    target = ENV_REGISTRY[id].entry_point if id in ENV_REGISTRY else id
+    if str(target).startswith(RUN_THE_TEXT):
+        refuse(f"GEM's {id}", run)
     if id in ENV_REGISTRY:
         try:
-            return gem.make(id, **keywords)
+            made = gem.make(id, **keywords)
         except LookupError as error:  # NLTK's, of many lines
             missing = next(line.strip() for line in str(error).splitlines() if line.strip(" *"))
             raise FileNotFoundError(f"{id} needs data of NLTK: {missing}") from None
+        if id.startswith("rg:"):
+            made.reward_fn = partial(scored, made.ds)
+        return made
     if id.partition(":")[0] in {known.partition(":")[0] for known in ENV_REGISTRY}:
         raise unknown("GEM environment", id, ENV_REGISTRY)
     return find(id, "GEM environment")(**keywords)

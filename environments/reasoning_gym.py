@@ -20,7 +20,8 @@ State key:
     The question; it leaves out the attempts made.
 
 One generator (pool_matrix) draws from the global `numpy.random`, so the global generators are put back
-after each call.
+after each call. Nine scorers (countdown, n_queens, ...) evaluate an answer as Python: they get it only
+if it is a plain formula or list (`adapter_parts.model_text`), else one that they cannot read.
 
 Arguments:
     id: a data set's name, such as "countdown"; or "pkg.module:name" or "path/to/file.py:name" of a
@@ -35,6 +36,7 @@ from random import Random
 from typing import Any
 
 from environments.adapter_parts.chance import drawing_from
+from environments.adapter_parts.model_text import scored
 from environments.adapter_parts.objects import find
 from verl_multiturn.env import Env, Info, Seed
 from verl_multiturn.errors import unknown
@@ -86,7 +88,7 @@ class ReasoningGym(Env):
         with drawing_from(Random(self.number)):
             dataset = _dataset(self.id, self.number, self.keywords)
             try:
-                return float(dataset.score_answer(answer, self.entry)), ""
+                return scored(dataset, answer, self.entry), ""
             except Exception as error:  # some scorers raise on an answer that they cannot read
                 return 0.0, f"{type(error).__name__}: {error}"
 

@@ -25,15 +25,18 @@ says so.
 
 Arguments:
     rows: a .jsonl, .json or .parquet file, or the rows. Task number i is row i modulo their count.
-    id: a registered name, or a class of yours as "pkg.module:Class" or "path/to/file.py:Class".
+    id: a registered name, or a class of yours as "pkg.module:Class" or "path/to/file.py:Class". lcb,
+        searchcode and rlm run the model's programs, text2sql its statements (SQLite writes files): refused.
     config: passed as `env_config`.
     max_turns: turns in an episode; by default SkyRL-gym's.
     success_reward: see `success`.
+    dangerously_run_model_text: play what is refused otherwise.
 """
 
 from collections.abc import Hashable
 from typing import Any
 
+from environments.adapter_parts.model_text import refuse
 from environments.adapter_parts.objects import Row, Rows, find, split_prompt
 from environments.adapter_parts.state import digest
 from verl_multiturn.env import Env, Info, Seed
@@ -41,6 +44,8 @@ from verl_multiturn.errors import unknown
 from verl_multiturn.needs import Needs
 
 __all__ = ["SkyRLGym"]
+
+RUN_THE_TEXT = tuple(f"skyrl_gym.envs.{name}." for name in ("lcb", "searchcode", "rlm", "sql"))
 
 
 class SkyRLGym(Env):
@@ -59,13 +64,14 @@ class SkyRLGym(Env):
         config: dict[str, Any] | None = None,
         max_turns: int | None = None,
         success_reward: float = 1.0,
+        dangerously_run_model_text: bool = False,
     ) -> None:
         if rows is None:
             raise FileNotFoundError(
                 "skyrl_gym brings no tasks: name a .jsonl, .json or .parquet file with the keyword rows."
             )
         self.id, self.config, self.limit, self.success_reward = id, config or {}, max_turns, success_reward
-        self.rows = Rows(rows)
+        self.dangerous, self.rows = dangerously_run_model_text, Rows(rows)
         self.inner = self._make(self.rows.all[0])
         self.max_turns = max_turns or self.inner.max_turns
 
@@ -77,6 +83,9 @@ class SkyRLGym(Env):
         given = {"env_config": self.config, "extras": extras}
         if ":" not in self.id and self.id not in registry:
             raise unknown("SkyRL-gym environment", self.id, registry)
+        target = self.id if ":" in self.id else registry[self.id].entry_point
+        if str(target).startswith(RUN_THE_TEXT):
+            refuse(f"SkyRL-gym's {self.id}", self.dangerous)
         make = find(self.id, "SkyRL-gym environment") if ":" in self.id else skyrl_gym.make
         try:
             return make(**given) if ":" in self.id else make(self.id, **given)

@@ -34,9 +34,11 @@ Arguments:
         these give their schema themselves.
     reward: "pkg.module:function" or "path/to/file.py:function" of data_source, solution_str,
         ground_truth and extra_info; by default verl's own for the row's data_source, where the row has
-        a ground truth.
+        a ground truth. Those of codecontests, apps, codeforces, taco, numina_* and geometry3k run or
+        evaluate the answer: refused. What your tools do with their arguments is up to you.
     max_turns: turns in an episode.
     success_reward: see `success`.
+    dangerously_run_model_text: use the reward functions of verl that are refused otherwise.
 """
 
 import asyncio
@@ -49,15 +51,27 @@ from random import Random
 from types import SimpleNamespace
 from typing import Any
 
+from environments.adapter_parts.model_text import refuse
 from environments.adapter_parts.objects import Row, Rows, find, load, split_prompt
 from environments.adapter_parts.state import digest
 from environments.adapter_parts.tool_calls import GRAMMAR, Call, describe, parse_call, random_call
 from verl_multiturn.env import Info, ReplayEnv, Seed
+from verl_multiturn.errors import unknown
 from verl_multiturn.needs import Needs
 
 __all__ = ["VerlTools"]
 
 _LOCK = threading.Lock()
+# Whose reward functions in verl 0.9.1 compare texts, and whose run or evaluate the answer.
+COMPARED = frozenset({
+    "openai/gsm8k", "lighteval/MATH", "DigitalLearningGmbH/MATH-lighteval", "HuggingFaceH4/MATH-500",
+    "math_dapo", "math", "math_dapo_reasoning", "searchR1_nq", "searchR1_triviaqa", "searchR1_popqa",
+    "searchR1_hotpotqa", "searchR1_2wikimultihopqa", "searchR1_musique", "searchR1_bamboogle",
+})  # fmt: skip
+RUN = frozenset({
+    "codecontests", "apps", "codeforces", "taco", "hiyouga/geometry3k", "numina_aops_forum",
+    "numina_synthetic_math", "numina_amc_aime", "numina_synthetic_amc", "numina_cn_k12", "numina_olympiads",
+})  # fmt: skip
 
 
 class VerlTools(ReplayEnv):
@@ -74,6 +88,7 @@ class VerlTools(ReplayEnv):
         reward: str | None = None,
         max_turns: int = 10,
         success_reward: float = 1.0,
+        dangerously_run_model_text: bool = False,
     ) -> None:
         if rows is None or not (config or functions or tools):
             raise FileNotFoundError(
@@ -81,6 +96,8 @@ class VerlTools(ReplayEnv):
             )
         self.rows, self.max_turns, self.success_reward = Rows(rows), max_turns, success_reward
         self.score = find(reward, "reward function") if reward else None
+        if self.score is None:
+            _check_sources(self.rows, dangerously_run_model_text)
         self.loop = asyncio.new_event_loop()  # one for all calls: a tool may hold on to it
         self.instances: dict[str, str] = {}
         self.tools = _load(config, functions, tools or {})
@@ -143,8 +160,7 @@ class VerlTools(ReplayEnv):
 
     def _score(self, answer: str) -> float:
         """The reward function's score of the answer; 0 where there is nothing to score it by."""
-        truth = (self.row.get("reward_model") or {}).get("ground_truth")
-        score = self.score
+        truth, score = _truth(self.row), self.score
         if score is None and truth is not None:
             from verl.utils.reward_score import default_compute_score as score
         if score is None:
@@ -177,6 +193,21 @@ class VerlTools(ReplayEnv):
             self._release()
             self._await(self.loop.shutdown_default_executor())
             self.loop.close()
+
+
+def _check_sources(rows: Rows, run: bool) -> None:
+    """Refuse data sources that verl has no reward function for, or one that runs the model's text."""
+    scored = {str(row.get("data_source", "")) for row in rows.all if _truth(row) is not None}
+    for source in sorted(scored - COMPARED):
+        if source in RUN:
+            refuse(f"verl's reward function for data source {source!r}", run, "name your own with reward")
+        elif not source.startswith("aime"):
+            hint = "Name a reward function of yours with the keyword reward."
+            raise unknown("data source of verl's reward functions", source, [*COMPARED, "aime..."], hint)
+
+
+def _truth(row: Row) -> Any:
+    return (row.get("reward_model") or {}).get("ground_truth")
 
 
 def _load(config: str | None, functions: str | None, tools: dict[str, dict[str, Any]]) -> dict[str, Any]:
