@@ -248,6 +248,20 @@ def test_the_command(run, tmp_path):
     assert "unknown split 'test'" in call("replay", run.folder, "--all", "--split", "train,test", code=2)
 
 
+def test_what_a_run_has_imported_is_told_before(run, tmp_path):
+    """Before: whatever the file does, the sentence stands above it."""
+    (tmp_path / "theirs.py").write_text("raise SystemExit('theirs ran')\n")
+    env = {"env": f"{tmp_path}/theirs.py:Lake", "env_kwargs": {"maps": [{"by": "maps.py:make"}]}}
+    folder = rewritten(tmp_path / "foreign", env, {"train": {1: run.trajectories("train", 1)[:1]}}).folder
+    result = CliRunner().invoke(app, ["replay", str(folder), "--all"])
+    said = " ".join(result.output.split())
+    assert "theirs ran" in str(result.exception) or "theirs ran" in said
+    assert said.startswith(
+        f"imports {tmp_path}/theirs.py, which {folder}/config.yaml names imports maps.py, which"
+    )
+    assert "imports" not in call("replay", run.folder, "s1-2/0")
+
+
 def test_all_that_differs_is_told(run, tmp_path):
     """Two turns of one trajectory and the end of another, in two splits; a third file is cut off."""
     rows = run.trajectories("train", 1)

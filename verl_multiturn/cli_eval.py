@@ -8,6 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
+from verl_multiturn.cli_run import announce
+
 PACE = 5.0  # seconds between two lines of progress, where they do not replace each other
 
 
@@ -217,6 +219,7 @@ def _configured(
     env: str | None, panel: str | None, recipe: str | None, run: Path | None, settings: list[str]
 ) -> tuple[Any, Any]:
     """The configuration, and the panel if one was named: its tasks bring their environment."""
+    from verl_multiturn.compose import plain
     from verl_multiturn.panel import load_panel
     from verl_multiturn.play_settings import check_panel
     from verl_multiturn.play_settings import settings as of
@@ -225,8 +228,12 @@ def _configured(
         file, _, name = env.partition(":")
         env = f"{Path(file).resolve()}:{name}" if name else str(Path(file).resolve())
     if panel is None:
-        return of(env, None, recipe, run, settings), None
+        config = of(env, None, recipe, run, settings)
+        if run is not None:
+            announce(plain(config.multiturn), f"{run}/config.yaml")
+        return config, None
     chosen = load_panel(panel)
+    announce([chosen.env, dict(chosen.kwargs)], f"panel {panel}")
     check_panel(chosen, env, {})
     config = of(chosen.env, None, recipe, run, settings)
     config.multiturn.env_kwargs = dict(chosen.kwargs)  # its tasks are others with any other keywords

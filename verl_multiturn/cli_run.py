@@ -7,6 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
+from verl_multiturn.load import python_files
+
 
 def rescore(
     run: Annotated[Path, typer.Argument(help="Folder of a recorded run.")],
@@ -97,6 +99,8 @@ def replay(
     elif step is None and whole:
         where = list(dict(where).items())  # the last step of each split
     records = read(recorded, where) if trajectory is None else [find_trajectory(recorded, trajectory, where)]
+    block = recorded.config.get("multiturn") or {}
+    announce(block if env is None else block.get("env_kwargs"), f"{run}/config.yaml")
     with closing(environment(recorded, env)) as rebuilt:
         found = tally(rebuilt, records, out, quiet=trajectory is not None)
     print_tally(found)
@@ -157,6 +161,8 @@ def _player(
     if panel is not None:  # its tasks are only what they are with its own keywords
         of.check_panel(panel, env, given)
         env, given = panel.env, dict(panel.kwargs)
+    if run is not None:
+        announce(plain(of.settings(env, given, recipe, run, overrides).multiturn), f"{run}/config.yaml")
     if policy == "model":
         from verl_multiturn.model_policy import ModelPlayer
         from verl_multiturn.samplers import Sampler
@@ -177,6 +183,12 @@ def _player(
         env, given = block.env, plain(block.env_kwargs)
     with closing(make(env, **given)) as made:
         yield player(made, chosen, screen)
+
+
+def announce(settings: Any, source: str) -> None:
+    """Say which Python files a recorded configuration is about to have imported: they are code."""
+    for file in python_files(settings):
+        typer.echo(f"imports {file}, which {source} names", err=True)
 
 
 def key_values(pairs: list[str], example: str = "size=4") -> dict[str, Any]:

@@ -10,8 +10,10 @@ import hashlib
 import importlib
 import importlib.util
 import os
+import re
 import sys
 import threading
+from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -161,6 +163,16 @@ def run_file(path: Path, shown: str) -> ModuleType:
             del sys.modules[name]
             raise
         return module
+
+
+def python_files(settings: Any) -> list[str]:
+    """The Python files (file.py, file.py:Class) that texts in `settings`, lists and dicts, name."""
+    if isinstance(settings, Mapping):
+        settings = list(settings.values())
+    if isinstance(settings, list | tuple):
+        return list(dict.fromkeys(file for one in settings for file in python_files(one)))
+    found = re.fullmatch(r"(\S.*\.py)(:\w+)?", settings) if isinstance(settings, str) else None
+    return [found[1]] if found else []
 
 
 def import_path() -> str:
