@@ -7,7 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 from verl_multiturn.cli import app
-from verl_multiturn.recipes_index import list_recipes, recipes_dir, runnable_here
+from verl_multiturn.recipes_index import list_recipes, recipe_folder, recipe_folders, runnable_here
 from verl_multiturn.runs import RunWriter
 
 ROOT = Path(__file__).parents[1]
@@ -57,8 +57,10 @@ def test_lists():
 
 
 def test_recipes(recipes):
-    assert recipes_dir() == recipes
-    (recipe,) = list_recipes().values()
+    assert recipe_folders() == [recipes, ROOT / "recipes"]
+    assert recipe_folder("gigpo_sokoban") == recipes and recipe_folder("grpo_sokoban") == ROOT / "recipes"
+    assert set(list_recipes()) >= {"gigpo_sokoban", "grpo_sokoban"} and "base" not in list_recipes()
+    recipe = list_recipes()["gigpo_sokoban"]  # the user's, not ours
     runnable, why = runnable_here(cpu=True)
     assert recipe == {
         "algorithm": "gigpo", "environment": "sokoban", "paper": "arXiv 2505.10978",

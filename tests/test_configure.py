@@ -4,7 +4,6 @@ import copy
 import json
 import os
 import shlex
-import shutil
 import subprocess
 from dataclasses import replace
 from itertools import count
@@ -223,11 +222,11 @@ trainer: {experiment_name: mine, total_training_steps: 3}
 
 @pytest.fixture
 def mine(tmp_path, monkeypatch):
-    """`mine(yaml)` writes a recipe of one's own, "mine", beside copies of ours."""
+    """`mine(yaml)` writes a recipe of one's own, "mine", into a folder of its own."""
 
     def write(text):
         folder = tmp_path / "my_recipes"
-        shutil.copytree(ROOT / "recipes", folder, dirs_exist_ok=True)
+        folder.mkdir(exist_ok=True)
         (folder / "mine.yaml").write_text(MINE + text)
         monkeypatch.setenv("VERL_MULTITURN_RECIPES", str(folder))
         return "mine"

@@ -6,12 +6,14 @@ from pathlib import Path
 import pytest
 
 import verl_multiturn as vm
+from verl_multiturn import main
+from verl_multiturn.compose import compose
 
 README = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
 
 
-def block(words: str) -> str:
-    (found,) = [code for code in re.findall(r"```python\n(.*?)```", README, re.DOTALL) if words in code]
+def block(words: str, language: str = "python") -> str:
+    (found,) = [code for code in re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL) if words in code]
     return found
 
 
@@ -26,6 +28,24 @@ def test_the_advantages_are_computed():
     exec(block("TurnBatch.from_lists"), names)
     tb = names["tb"]
     assert vm.advantages("gigpo", tb, gamma=0.95, by_std=False) == pytest.approx([0.975, 0.5, -0.975])
+
+
+def test_the_recipe_passes_every_check(tmp_path, monkeypatch, capsys):
+    (tmp_path / "my_env.py").write_text(block("class Count"))
+    text = block("recipe:", "yaml")
+    path = tmp_path / text.splitlines()[0].removeprefix("# ")
+    path.parent.mkdir()
+    path.write_text(text)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("VERL_MULTITURN_RECIPES", path.parent.name)
+    assert f"VERL_MULTITURN_RECIPES={path.parent.name} bash recipes/run.sh {path.stem}" in README
+    assert main.main(["--config-name", path.stem, "--dry-run"]) == 0
+    said = capsys.readouterr().out
+    assert f"ok: rloo on {tmp_path}/my_env.py:Count (64 val, 512 train tasks), turn rows, 8 x 8" in said
+    # A part of ours is found beside it.
+    parts = "defaults: [alfworld, credit: rloo, _self_, hardware: cpu, optional on: alfworld_cpu]"
+    path.write_text(re.sub("defaults: .*", parts, text).partition("multiturn:\n")[0])
+    assert compose(path.stem, []).multiturn.env_kwargs.data == "tiny"
 
 
 @pytest.mark.parametrize("name", sorted(vm.list_recipes()))

@@ -15,9 +15,10 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from verl_multiturn.errors import unknown
-from verl_multiturn.recipes_index import list_recipes, recipes_dir
+from verl_multiturn.recipes_index import list_recipes, recipe_folder, recipe_folders
 
 CONFIG = Path(__file__).parent / "config"
+NO_RECIPE = "Recipes are the YAML files in recipes/ and $VERL_MULTITURN_RECIPES that have a recipe block."
 REQUIRED = ("multiturn.env", "actor_rollout_ref.model.path")
 TASKS = ("multiturn.train", "multiturn.val", "multiturn.test")
 # Their keys are the environment's, the algorithm's, the user's; those of tasks depend on one another.
@@ -36,7 +37,7 @@ def compose(recipe: str, overrides: list[str]) -> DictConfig:
         ValueError: unknown recipe, key, preset or value; the sentence names the valid ones.
     """
     if recipe not in ("multiturn", *list_recipes()):
-        raise unknown("recipe", recipe, list_recipes(), "Recipes are the YAML files in recipes/.")
+        raise unknown("recipe", recipe, list_recipes(), NO_RECIPE)
     config = _hydra(recipe, [part for one in overrides for part in _freed(one)])
     if missing := [name for name in REQUIRED if OmegaConf.select(config, name) is None]:
         raise ValueError(f"{' and '.join(missing)} must be set, e.g. {missing[0]}=...")
@@ -62,8 +63,9 @@ def _hydra(recipe: str, overrides: list[str]) -> DictConfig:
     verl = importlib.util.find_spec("verl")
     if verl is None or verl.origin is None:
         raise ValueError("verl is not installed: bash recipes/setup.sh cpu (or gpu)")
-    paths = f"hydra.searchpath=[file://{CONFIG},file://{Path(verl.origin).parent}/trainer/config]"
-    folder = CONFIG if recipe == "multiturn" else recipes_dir()
+    folder = CONFIG if recipe == "multiturn" else recipe_folder(recipe)
+    parts = [*recipe_folders(), CONFIG, Path(verl.origin).parent / "trainer" / "config"]
+    paths = f"hydra.searchpath=[{','.join(f'file://{part}' for part in parts if part != folder)}]"
     try:
         with hydra.initialize_config_dir(str(folder), version_base=None):
             return hydra.compose(recipe, [paths, *overrides])

@@ -46,7 +46,7 @@ def composed(recipe: str, overrides: list[str]) -> Composed:
         ValueError: no recipe of that name.
     """
     if recipe not in ("multiturn", *list_recipes()):
-        raise unknown("recipe", recipe, list_recipes(), "Recipes are the YAML files in recipes/.")
+        raise unknown("recipe", recipe, list_recipes(), compose.NO_RECIPE)
     config, refused = _known_keys(recipe, overrides)
     if config is not None:
         config, more = _prepared(config)

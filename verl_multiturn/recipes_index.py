@@ -24,25 +24,38 @@ KEYS = ("algorithm", "environment", "paper", "table", "needs", "cpu")
 FOLDER_VARIABLE = "VERL_MULTITURN_RECIPES"
 
 
-def recipes_dir() -> Path:
-    """The recipes folder: $VERL_MULTITURN_RECIPES, the checkout's, or the installed one.
+def recipe_folders() -> list[Path]:
+    """Where recipes and their parts are looked for, in this order: $VERL_MULTITURN_RECIPES, then ours.
+
+    Ours is the checkout's folder, else the installed one.
 
     Raises:
-        FileNotFoundError: there is none; the places are named.
+        FileNotFoundError: there is none, or not the one that the variable names; the places are named.
     """
-    places = [
-        Path(__file__).parents[1] / "recipes",
-        Path(sys.prefix) / "share" / "verl_multiturn" / "recipes",
-    ]
+    ours = (Path(__file__).parents[1] / "recipes", Path(sys.prefix) / "share" / "verl_multiturn" / "recipes")
+    found = [place for place in ours if place.is_dir()][:1]
     if own := os.environ.get(FOLDER_VARIABLE):
-        places = [Path(own).resolve()]
-    for place in places:
-        if place.is_dir():
-            return place
-    raise FileNotFoundError(
-        f"no recipes folder: {', '.join(map(str, places))} do not exist; "
-        f"set {FOLDER_VARIABLE} to the folder of your recipes."
-    )
+        if not Path(own).is_dir():
+            raise FileNotFoundError(f"{FOLDER_VARIABLE} names {Path(own).resolve()}, which is no folder")
+        return [Path(own).resolve(), *found]
+    if not found:
+        raise FileNotFoundError(
+            f"no recipes folder: {', '.join(map(str, ours))} do not exist; set {FOLDER_VARIABLE} to the "
+            "folder of your recipes."
+        )
+    return found
+
+
+def recipe_folder(name: str) -> Path:
+    """The first of `recipe_folders` that has a YAML file of this name.
+
+    Raises:
+        ValueError: none has.
+    """
+    for folder in recipe_folders():
+        if (folder / f"{name}.yaml").is_file():
+            return folder
+    raise unknown("recipe", name, list_recipes())
 
 
 def list_recipes() -> dict[str, dict[str, Any]]:
@@ -51,15 +64,16 @@ def list_recipes() -> dict[str, dict[str, Any]]:
     Raises:
         ValueError: a file is not YAML, a recipe block lacks a key or has one too many.
     """
-    recipes = {}
-    for path in sorted(recipes_dir().glob("*.yaml")):
+    recipes: dict[str, dict[str, Any]] = {}
+    files = {path.stem: path for place in reversed(recipe_folders()) for path in place.glob("*.yaml")}
+    for name, path in sorted(files.items()):
         try:
             content = OmegaConf.to_container(OmegaConf.load(path))
         except YAMLError as error:
             raise ValueError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
         block = content.get("recipe") if isinstance(content, dict) else None
         if block is not None:
-            recipes[path.stem] = _described(path.name, block)
+            recipes[name] = _described(path.name, block)
     return recipes
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import yaml
 
-from verl_multiturn.recipes_index import list_recipes, recipes_dir
+from verl_multiturn.recipes_index import list_recipes, recipe_folder
 from verl_multiturn.tables.published import Column, Method, Published
 from verl_multiturn.tables.recorded import NO_MODEL, Recorded
 
