@@ -197,3 +197,12 @@ def test_a_budget_that_is_too_small(override, said, tmp_path):
 def test_a_socket_path_that_is_too_long():
     found = composed(CPU, f"ray_kwargs.ray_init._temp_dir=/scratch/{'x' * 60}")
     assert any("a socket in /scratch" in text for text in failed(found.lines))
+
+
+def test_best_is_of_the_steps_that_are_saved():
+    """Said where some validations have no checkpoint, by the doctor and at the start."""
+    for test, save, steps in ((5, 20, 20), (4, 6, 12), (10, 10, 0), (20, 5, 0), (5, -1, 0), (-1, 5, 0)):
+        found = composed(f"trainer.test_freq={test}", f"trainer.save_freq={save}")
+        said = [line.text for line in found.lines if line.name == "best"]
+        assert len(said) == (1 if steps else 0)
+        assert not steps or f"best of the validations at every {steps} steps and at the end" in said[0]

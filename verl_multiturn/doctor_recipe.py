@@ -15,6 +15,7 @@ from verl_multiturn.demonstrations import small_folder
 from verl_multiturn.doctor_report import Line
 from verl_multiturn.doctor_setup import ray_socket
 from verl_multiturn.errors import unknown
+from verl_multiturn.main import kept
 from verl_multiturn.panel import Panel
 from verl_multiturn.recipes_index import has_cuda, list_recipes
 
@@ -56,6 +57,8 @@ def composed(recipe: str, overrides: list[str]) -> Composed:
     if config is not None and not refused:
         found.lines.append(Line(PART, "ok", "keys and values", "all known, no contradiction"))
         found.lines += [*_hardware(config), path(config)]
+        if note := kept(config):
+            found.lines.append(Line(PART, "warn", "best", note))
     return found
 
 

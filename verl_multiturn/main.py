@@ -6,6 +6,7 @@ the configuration to verl's own `run_ppo`.
 
 import argparse
 import importlib.util
+import math
 import os
 import shutil
 import signal
@@ -50,6 +51,8 @@ def main(arguments: list[str] | None = None) -> int:
             return search(config)
         _ready(config, found)
         sys.stdout.write(f"{_summary(config, found)}\nrecording to {config.multiturn.run}\n")
+        if note := kept(config):
+            sys.stdout.write(f"{note}\n")
         sys.stdout.flush()
     except (ValueError, ImportError, OSError, NotImplementedError) as error:
         if given.debug:
@@ -72,6 +75,17 @@ def _summary(config: DictConfig, found: dict[str, Any]) -> str:
         f"ok: {settings.algorithm} on {settings.env} ({counts} tasks), {settings.row} rows, "
         f"{config.data.train_batch_size} x {config.actor_rollout_ref.rollout.n} trajectories a step, "
         f"{steps} steps, {config.trainer.device}, model {config.actor_rollout_ref.model.path}"
+    )
+
+
+def kept(config: DictConfig) -> str | None:
+    """Among which validations `checkpoints/best` is chosen, in a sentence; None: all, or nothing is saved."""
+    test, save = config.trainer.test_freq, config.trainer.save_freq
+    if config.multiturn.algorithm == configure.SEARCH or test <= 0 or save <= 0 or test % save == 0:
+        return None
+    return (
+        f"checkpoints/best is the best of the validations at every {math.lcm(test, save)} steps and at the "
+        f"end, where a checkpoint is saved, not of all (trainer.test_freq={test}, save_freq={save})"
     )
 
 

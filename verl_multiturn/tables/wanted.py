@@ -248,7 +248,7 @@ class _One:
         path = self.table.models.get(self.model)
         path = path.get(self.column.name) if isinstance(path, Mapping) else path
         model = [f"actor_rollout_ref.model.path={path}"] if path else []
-        script = str(recipes_dir() / f"{self.slot.recipe}.sh")
+        script = str(recipe_folder(self.slot.recipe) / f"{self.slot.recipe}.sh")
         return ("bash", script, *self._hardware, *self._settings, *model, f"multiturn.run={self.folder}")
 
     def _play(self, panel: str | None) -> tuple[str, ...]:
