@@ -1,11 +1,15 @@
 """Model outputs that nobody would write, for every place that reads one: for tests and reliability.py."""
 
+import itertools
 import json
 import random
 import time
 
-from environments import countdown, search_qa, webshop
+from environments import countdown, hotpotqa, search_qa, webshop
+from environments.adapter_parts.model_text import formula, literal
 from environments.adapter_parts.tool_calls import parse_call
+from environments.arithmetic_parts.answers import algebra, boxed, marked, normal
+from environments.textworld_parts.frotz import command_of
 from verl_multiturn.algorithms.splitting import split_steps
 from verl_multiturn.env import make
 from verl_multiturn.rollout.parsing import ActionFormat, parse
@@ -17,7 +21,9 @@ PIECES = (
     "9" * 5000, "1/0", "2**9", "//", "(1+", "1_0", "0x", "place 3 at row 1 col 2", "clear row 9 col 9",
     "up", "left", "right || up", "R U R'", "<<1>>", "\n#### ", "\n\n", " ", "\t", "\r", "\0", "\u2028", "é",
     "日本", "\U0001f600", "\ud800", "$", "$$", "\\(", "\\)", "\\[", "\\]", "\\begin{a}", "\\end{a}",
-    "\\begin{tabular}", "[asy]", "[/asy]", ". A", "? B", "e.g. C", ",", " and ", "%s", "{0}",
+    "\\begin{tabular}", "[asy]", "[/asy]", ". A", "? B", "e.g. C", ",", " and ", "%s", "{0}", "\\boxed{",
+    "\\frac12", "\\frac{1}{2}", "\\sqrt{", "\\text{", "#### 7", "lookup[", "finish[", "Is it an animal?",
+    "Is it a dog", "save", "take lamp", "[[1],",
     "__import__('os')", "'; DROP TABLE x; --", "\x1b[31m", "<script>alert(1)</script>",
 )  # fmt: skip
 TOOLS = {"add": {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"enum": [1, 2]}},
@@ -31,7 +37,8 @@ FORMS = (
 HOSTILE = (
     "<think>", "<action>", "<answer>", "</think>", "<tool_call>", "<search>", "search[", "click [ ",
     "] ", "\\begin{", "\\begin{a}", "\\begin{tabular}", "[asy]", "$ ", "$$", "$a$", "\\(", "\\[", ". ",
-    ".  A", "\n", " ", "a, ", "((", "1+", "{",
+    ".  A", "\n", " ", "a, ", "((", "1+", "{", "\\boxed{", "\\frac{", "\\frac{1}{2}", "\\sqrt{", "\\text{",
+    "1,000,", "lookup [ ", "Is it ",
 )  # fmt: skip
 ENVIRONMENTS = (
     "frozen_lake",
@@ -42,7 +49,13 @@ ENVIRONMENTS = (
     "sudoku",
     "rubiks_cube",
     "game_2048",
+    "arithmetic",
+    "hotpotqa",
+    "twenty_questions",
+    "guess_my_city",
 )
+# Else hardly any text would be an action.
+WRAPPED = {"hotpotqa": ("{}", "search[{}]", "lookup[{}]", "finish[{}]"), "arithmetic": ("{}", "#### {}")}
 
 
 def outputs(count, seed=0):
@@ -75,17 +88,23 @@ def parsers():
     found["webshop"] = webshop.ACTION.fullmatch
     found["countdown"] = lambda text: countdown.parse(text, "+-*/")
     found["tool call"] = call
+    found["hotpotqa"] = hotpotqa._parse
+    found["arithmetic marked"], found["arithmetic boxed"] = marked, boxed
+    found["arithmetic normal form"], found["arithmetic algebra"] = normal, lambda text: algebra(normal(text))
+    # What the text games (textworld, jericho, detective) read before their engine does.
+    found["command"], found["command wide"] = command_of, lambda text: command_of(text, wide=True)
+    found["formula"], found["literal"] = formula, literal
     return found
 
 
 def stepper(name, seed=0):
     """A function that gives a text to an environment as an action; a new episode when one ends."""
-    env, number = make(name), seed
+    env, number, wrap = make(name), seed, itertools.cycle(WRAPPED.get(name, ("{}",)))
     env.reset(number)
 
     def act(text):
         nonlocal number
-        _, reward, terminated, truncated, _ = env.step(text)
+        _, reward, terminated, truncated, _ = env.step(next(wrap).format(text))
         assert isinstance(reward, int | float)
         if terminated or truncated:
             number += 1

@@ -3,9 +3,10 @@
     PYTHONPATH=. python tests/bench/reliability.py [--only PART] [--crashes FOLDER ...] [--gigabytes N ...]
 
 Parts: outputs (fuzzed model outputs), growth (time of parsers against length), loop (trajectories
-through the agent loop), memory and ways (steps of it), advantages, folder (a large run). The kills are
-`crashes.py`'s, which takes hours beside other work; --crashes names its folder. Figures are kept in
-results/bench/reliability.json, so that parts may be run one at a time.
+through the agent loop), memory and ways (steps of it), advantages, controller (all between verl's batch
+and its updates), folder (a large run). The kills are `crashes.py`'s, which takes hours beside other work;
+--crashes names its folder. Figures are kept in results/bench/reliability.json, so that parts may be run
+one at a time.
 """
 
 import argparse
@@ -163,6 +164,15 @@ def advantages(given):
     return {"rows": sizes, "cpu_seconds": cpu, "exponent": slope(sizes, cpu)}
 
 
+def controller(given):
+    """CPU seconds of each part of the trainer's own work in a step; the best of three batches."""
+    from bench_controller import measure  # verl's imports would weigh on what is measured above
+
+    sizes = [1_000, 10_000, 100_000]
+    best = [min((measure(rows, seed) for seed in range(3)), key=lambda one: one["all"]) for rows in sizes]
+    return {"rows": sizes, "cpu_seconds": best}
+
+
 READ = """
 import resource, sys, time
 from verl_multiturn.runs import Run
@@ -212,7 +222,7 @@ def _folder(gigabytes):
 
 PARTS = {
     "outputs": outputs, "growth": growth, "loop": loop, "memory": memory, "ways": ways,
-    "advantages": advantages, "folder": folder,
+    "advantages": advantages, "controller": controller, "folder": folder,
 }  # fmt: skip
 
 

@@ -1,6 +1,8 @@
 """results/reliability.md out of the figures of reliability.py."""
 
+import math
 from collections import Counter
+from itertools import pairwise
 
 TURNS = 30  # of a trajectory in the load
 WAYS = {
@@ -43,9 +45,12 @@ def page(found):
     if one := found.get("advantages"):
         out += [
             f"GiGPO's advantages, lists to numbers: CPU seconds for {one['rows']} turns: "
-            f"{[round(s, 4) for s in one['cpu_seconds']]}, exponent {one['exponent']:.2f}.",
+            f"{[round(s, 4) for s in one['cpu_seconds']]}, exponent "
+            f"{_exponents(one['rows'], one['cpu_seconds'])} from one size to the next.",
             "",
         ]
+    if one := found.get("controller"):
+        out += _controller(one)
     if one := found.get("folder"):
         out += [
             "Run folders read whole, in one process; memory in MB and CPU seconds, by step (Run."
@@ -66,6 +71,30 @@ def page(found):
     if one := found.get("kills"):
         out += [*_kills(one)]
     return "\n".join(out).rstrip() + "\n"
+
+
+def _exponents(sizes, seconds):
+    """p of seconds ~ size^p between neighbouring sizes."""
+    points = pairwise(zip(sizes, seconds, strict=True))
+    return ", ".join(f"{math.log(t / s) / math.log(m / n):.2f}" for (n, s), (m, t) in points)
+
+
+def _controller(one):
+    """What the trainer itself computes in a step, by part."""
+    parts = list(one["cpu_seconds"][0])
+    out = [
+        "The trainer's own work in a step (turn rows, GiGPO): verl's batch read as rows, turns, advantages, "
+        "spread over tokens, records, compressed file; CPU seconds by number of rows, and the exponent from "
+        "one size to the next.",
+        "",
+        f"| part | {' | '.join(f'{rows:,}' for rows in one['rows'])} | exponents |",
+        "| --- |" + " --- |" * (len(one["rows"]) + 1),
+    ]
+    for part in parts:
+        seconds = [point[part] for point in one["cpu_seconds"]]
+        shown = " | ".join(f"{s:.3f}" for s in seconds)
+        out.append(f"| {part} | {shown} | {_exponents(one['rows'], seconds)} |")
+    return [*out, ""]
 
 
 def _loop(one, memory, ways, before):
