@@ -64,7 +64,8 @@ def _hydra(recipe: str, overrides: list[str]) -> DictConfig:
     if verl is None or verl.origin is None:
         raise ValueError("verl is not installed: bash recipes/setup.sh cpu (or gpu)")
     folder = CONFIG if recipe == "multiturn" else recipe_folder(recipe)
-    parts = [*recipe_folders(), CONFIG, Path(verl.origin).parent / "trainer" / "config"]
+    parts = [CONFIG, Path(verl.origin).parent / "trainer" / "config"]
+    parts += [] if recipe == "multiturn" else recipe_folders()  # last: they must not hide verl's
     paths = f"hydra.searchpath=[{','.join(f'file://{part}' for part in parts if part != folder)}]"
     try:
         with hydra.initialize_config_dir(str(folder), version_base=None):
