@@ -7,7 +7,7 @@ import subprocess
 import pytest
 
 from verl_multiturn import checkpoints
-from verl_multiturn.checkpoints import check_room, find, keep_best, weights
+from verl_multiturn.checkpoints import check_room, find, keep_best, keep_good, last_good, weights
 from verl_multiturn.errors import RunStopped
 
 
@@ -15,6 +15,7 @@ def checkpoint(folder, step, size=1000):
     shards = folder / f"global_step_{step}" / "actor"
     shards.mkdir(parents=True)
     (shards / "model_world_size_1_rank_0.pt").write_bytes(bytes([step]) * size)
+    (shards.parent / "data.pt").touch()
 
 
 @pytest.fixture
@@ -100,6 +101,50 @@ def test_the_best_outlives_the_rotation(tmp_path):
     assert find(str(kept)).step == 4 and (kept / "actor/model_world_size_1_rank_0.pt").read_bytes()[0] == 4
     assert json.loads((tmp_path / "best/success.json").read_text()) == {"step": 4, "success": 0.75}
     assert keep_best(tmp_path, 9, 1.0) is False  # no checkpoint of that step
+
+
+def test_the_last_from_before_a_collapse_outlives_the_rotation(tmp_path):
+    """Two checkpoints are kept by verl's rotation; the rule first holds at step 25 and ends the run at 60."""
+    for step in range(1, 61):
+        if step % 10 == 0:
+            checkpoint(tmp_path, step)
+            for old in range(10, step - 10, 10):
+                shutil.rmtree(tmp_path / f"global_step_{old}/actor", ignore_errors=True)  # as verl does
+        kept = keep_good(tmp_path, "echo_trap", 25 if step >= 25 else None)
+        assert kept == (tmp_path / "good/echo_trap/global_step_20" if step == 25 else None)
+    assert sorted(one.parent.name[-2:] for one in tmp_path.glob("global_step_*/actor")) == ["50", "60"]
+    assert last_good(tmp_path, "echo_trap", 25) == (
+        f"The last checkpoint before it is of step 20: {tmp_path}/good/echo_trap/global_step_20"
+    )
+    assert find(str(tmp_path / "good/echo_trap/global_step_20")).step == 20
+    assert last_good(tmp_path, "no_success", 25) == "No checkpoint is from before it"
+
+
+def test_a_false_alarm_gives_its_room_back(tmp_path):
+    checkpoint(tmp_path, 10)
+    for rule in ("echo_trap", "no_success"):
+        assert keep_good(tmp_path, rule, 15)
+    assert keep_good(tmp_path, "echo_trap", None) is None
+    assert [one.name for one in (tmp_path / "good").iterdir()] == ["no_success"]
+    checkpoint(tmp_path, 20)
+    assert keep_good(tmp_path, "no_success", 18) is None  # the one of step 20 is not from before it
+    assert keep_good(tmp_path, "no_success", 24).name == "global_step_20"
+    assert [one.name for one in (tmp_path / "good/no_success").iterdir()] == ["global_step_20"]
+
+
+def test_the_best_is_named_where_no_other_is_from_before_it(tmp_path):
+    checkpoint(tmp_path, 10)
+    keep_best(tmp_path, 10, 0.5)
+    shutil.rmtree(tmp_path / "global_step_10/actor")
+    shutil.copytree(
+        tmp_path / "best/global_step_10", tmp_path / "best/global_step_12.part"
+    )  # killed in between
+    checkpoint(tmp_path, 30)
+    named = f"The last checkpoint before it is of step 10: {tmp_path}/best/global_step_10"
+    assert last_good(tmp_path, "echo_trap", 15) == named
+    checkpoint(tmp_path, 11)
+    assert last_good(tmp_path, "echo_trap", 15).endswith(f"of step 11: {tmp_path}/global_step_11")
+    assert last_good(tmp_path, "echo_trap", None).endswith(f"of step 30: {tmp_path}/global_step_30")
 
 
 def test_a_kill_in_between_leaves_the_one_before(tmp_path):

@@ -680,7 +680,7 @@ def test_transfer_queue_signature(name):
 def test_every_override_exists_in_verl():
     """A hook that verl renames would silently stop being called."""
     ours = {"_sample", "_sample_some", "_clear", "_roll_out_again", "_turn_advantages", "_rows", "_record"}
-    ours |= {"_size_mini_batches", "_recorded_metrics", "_last_good", "_shrink", "_members", "_put", "_vine"}
+    ours |= {"_size_mini_batches", "_recorded_metrics", "_keep_good", "_shrink", "_members", "_put", "_vine"}
     ours |= {"_audit", "_measure_information", "_token_advantages", "_rewards", "_place_rewards", "_weigh"}
     ours |= {
         "_listen",

@@ -1,6 +1,6 @@
 """Finds the Hugging Face model in what a user names: a model folder, a checkpoint of verl, a run.
 
-It also sees that a checkpoint has room, and keeps the best one.
+It also sees that a checkpoint has room, keeps the best one, and the last one from before a collapse.
 
 FSDP shards are merged with verl's own merger, once, into `merged/` beside them.
 """
@@ -22,7 +22,7 @@ from verl_multiturn.run_files import missing_parts, write_atomically
 
 SHARDS = "model_world_size_*_rank_*.pt"
 LATEST = "latest_checkpointed_iteration.txt"  # verl's
-BEST = "best"  # ours, beside verl's folders
+BEST, GOOD = "best", "good"  # ours, beside verl's folders
 MARGIN = 1.1
 EARLIER = "go on from an earlier one (trainer.resume_mode=resume_path, trainer.resume_from_path=FOLDER)"
 
@@ -109,9 +109,7 @@ def check_mark(folder: Path) -> None:
         wrong = f"{mark} names step {text}, but there is no {folder / f'global_step_{int(text)}'}"
     else:
         return
-    # verl writes data.pt last, and its rotation leaves it where it takes the weights away.
-    found = (path.parent for path in folder.rglob("global_step_*/data.pt"))
-    there = sorted((path for path in found if (path / "actor").is_dir()), key=_step)
+    there = sorted(filter(_is_whole, folder.rglob("global_step_*")), key=_step)
     names = ", ".join(str(path.relative_to(folder)) for path in there) or "none"
     cure = f"trainer.resume_mode=resume_path trainer.resume_from_path={there[-1]}" if there else ""
     anew = f"remove {mark} to begin anew"
@@ -181,17 +179,73 @@ def keep_best(folder: Path, step: int, success: float) -> bool:
         least = float(json.loads(note.read_text())["success"]) if note.exists() else -math.inf
     if not source.exists() or least >= success:
         return False
-    draft, target = best / f"{source.name}.part", best / source.name
+    target = _set_aside(source, best)
+    write_atomically(note, [json.dumps({"step": step, "success": success}).encode()])
+    _leave_only(target)
+    return True
+
+
+def keep_good(folder: Path, rule: str, since: int | None) -> Path | None:
+    """Keep the newest checkpoint from before a collapse in `good/`, as `keep_best` does.
+
+    Called at every step: by the time that a rule ends the run, verl's rotation may have deleted it.
+
+    Args:
+        folder: of the checkpoints.
+        rule: a rule of `multiturn.collapse`; each keeps its own.
+        since: the step since which it holds; None: it does not, and what was kept for it is let go.
+
+    Returns:
+        Where it is, if it was not kept before.
+    """
+    good = folder / GOOD / rule
+    if since is None:
+        shutil.rmtree(good, ignore_errors=True)
+        return None
+    newest, kept = _newest(folder, since), _newest(good, since)
+    if newest is None or (kept is not None and _step(kept) >= _step(newest)):
+        return None
+    target = _set_aside(newest, good)
+    _leave_only(target)
+    return target
+
+
+def last_good(folder: Path, rule: str, since: int | None) -> str:
+    """The checkpoint from before a collapse, in words; see `keep_good` for the arguments."""
+    places = (folder, folder / GOOD / rule, folder / BEST)
+    found = [one for place in places if (one := _newest(place, since)) is not None]
+    if not found:
+        return "No checkpoint is from before it"
+    last = max(found, key=_step)
+    return f"The last checkpoint before it is of step {_step(last)}: {last}"
+
+
+def _newest(folder: Path, before: int | None) -> Path | None:
+    """The whole checkpoint in a folder with the highest step, below `before` if that is given."""
+    whole = filter(_is_whole, folder.glob("global_step_*"))
+    return max((one for one in whole if before is None or _step(one) < before), key=_step, default=None)
+
+
+def _is_whole(folder: Path) -> bool:
+    # verl writes data.pt last, and its rotation leaves it where it takes the weights away.
+    return folder.suffix != ".part" and (folder / "data.pt").exists() and (folder / "actor").is_dir()
+
+
+def _set_aside(source: Path, folder: Path) -> Path:
+    """Links to a checkpoint's files in another folder, whole or not at all."""
+    draft, target = folder / f"{source.name}.part", folder / source.name
     shutil.rmtree(draft, ignore_errors=True)  # of a process that was killed
     shutil.copytree(source, draft, copy_function=_link)
     if target.exists():
         shutil.rmtree(target)
     draft.replace(target)
-    write_atomically(note, [json.dumps({"step": step, "success": success}).encode()])
-    for other in best.glob("global_step_*"):
+    return target
+
+
+def _leave_only(target: Path) -> None:
+    for other in target.parent.glob("global_step_*"):
         if other != target:
             shutil.rmtree(other)
-    return True
 
 
 def _link(source: str, target: str) -> None:

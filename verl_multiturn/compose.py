@@ -6,6 +6,7 @@ with those of verl's and our base configuration. A refusal is one sentence.
 
 import importlib.util
 import re
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ CONFIG = Path(__file__).parent / "config"
 NO_RECIPE = "Recipes are the YAML files in recipes/ and $VERL_MULTITURN_RECIPES that have a recipe block."
 REQUIRED = ("multiturn.env", "actor_rollout_ref.model.path")
 TASKS = ("multiturn.train", "multiturn.val", "multiturn.test")
+ENVIRONMENT = "multiturn.env_kwargs."
 # Their keys are the environment's, the algorithm's, the user's; those of tasks depend on one another.
 FREE = ("multiturn.env_kwargs", "multiturn.keywords", "multiturn.also", *TASKS)
 
@@ -39,11 +41,19 @@ def compose(recipe: str, overrides: list[str]) -> DictConfig:
     if recipe not in ("multiturn", *list_recipes()):
         raise unknown("recipe", recipe, list_recipes(), NO_RECIPE)
     config = _hydra(recipe, [part for one in overrides for part in _freed(one)])
+    if config.multiturn.env_kwargs is None:
+        config.multiturn.env_kwargs = {}
     if missing := [name for name in REQUIRED if OmegaConf.select(config, name) is None]:
         raise ValueError(f"{' and '.join(missing)} must be set, e.g. {missing[0]}=...")
     if recipe != "multiturn":
-        check_keys(config, _hydra("multiturn", []))
+        check_keys(config, _schema())
     return config
+
+
+@cache
+def _schema() -> DictConfig:
+    """Every key there is; never changed, as it is composed once."""
+    return _hydra("multiturn", [])
 
 
 def _freed(override: str) -> list[str]:
@@ -111,10 +121,13 @@ def _leaves(config: Any, prefix: str = "") -> set[str]:
 def check_keys(config: DictConfig, schema: DictConfig) -> None:
     """Refuse keys that neither verl nor we know: verl's `algorithm` block would ignore them silently.
 
-    Groups that are empty in the schema (engine_kwargs.vllm, env_kwargs, ...) are free.
+    Groups that are empty in the schema (engine_kwargs.vllm, ...) are free, and so are an environment's
+    keywords, of which a recorded run as schema may have had some.
     """
     known = _leaves(schema)
     for name in sorted(_leaves(config) - known):
+        if name.startswith(ENVIRONMENT):
+            continue
         parent = name.rpartition(".")[0]
         while parent and parent not in known:
             parent = parent.rpartition(".")[0]

@@ -110,7 +110,7 @@ def _check_choices(config: DictConfig) -> None:
             "multiturn.small_model.imitate=expert needs multiturn.row=turn: in one chat the model would read "
             "answers that were not played"
         )
-    prompt_policy(plain(settings.prompt))
+    prompt_policy(plain(settings))
     check_anchor(settings.anchor)
     ActionFormat(**plain(settings.action))
     if settings.algorithm in TOKEN_ALGORITHMS:

@@ -55,8 +55,6 @@ class Plan:
     def of(cls, config: DictConfig) -> "Plan":
         """From a run's configuration."""
         settings = plain(config.multiturn)
-        prompt = dict(settings["prompt"])
-        policy = prompt.pop("policy")
         sizes = {name: value for name, value in settings["small_model"].items() if name != "cache"}
         if sizes["seed"] is None:
             sizes["seed"] = settings["seed"]
@@ -64,8 +62,8 @@ class Plan:
             env=settings["env"],
             env_kwargs=settings["env_kwargs"],
             row=settings["row"],
-            templates=Templates(**prompt),
-            policy=policy,
+            templates=Templates.of(settings),
+            policy=settings["prompt"]["policy"],
             form=ActionFormat(**settings["action"]),
             max_tokens=config.data.max_prompt_length + config.data.max_response_length,
             **sizes,

@@ -143,11 +143,11 @@ def _prompt(prompt: dict[str, Any], settings: DictConfig) -> Iterator[tuple[str,
             used = prompt["first"]
         elif "{history}" not in prompt["turn"]:
             yield key + "history_item", "multiturn.prompt.turn does not show {history}"
-    for name in ("format", "admissible"):
+    for name in ("format", "admissible", "several"):
         if f"{{{name}}}" not in used:
             yield key + name, f"no template of this run shows {{{name}}}"
     if settings.action.max_actions == 1:
-        yield r"multiturn\.action\.separator", "multiturn.action.max_actions is 1"
+        yield r"multiturn\.(action\.separator|prompt\.several)", "multiturn.action.max_actions is 1"
 
 
 def _gigpo(settings: DictConfig) -> Iterator[tuple[str, str]]:

@@ -131,7 +131,7 @@ VALUES: dict[str, tuple[type, float]] = {
 }
 GROUPS = ("keep", "drop", "refill")  # multiturn.failures.group
 NAMES = {str: "text", bool: "true or false", int: "a whole number", float: "a number"}
-TEMPLATES = ("first", "turn", "next", "history_item", "admissible", "format")
+TEMPLATES = ("first", "turn", "next", "history_item", "admissible", "format", "several")
 TASK_KEYS = ("first_seed", "size", "split")
 # What stands beside val/<name> of a panel in the metrics.
 OWN_METRICS = ("val", "success", "success_low", "success_high", "return", "turns", "episodes", "failed")

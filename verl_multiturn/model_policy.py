@@ -74,7 +74,7 @@ class ModelPlayer:
 
     def __init__(self, config: DictConfig, sampler: Sampler, screen: Screen) -> None:
         self.settings = plain(config.multiturn)
-        self.prompts = prompt_policy(self.settings["prompt"])
+        self.prompts = prompt_policy(self.settings)
         self.form = ActionFormat(**self.settings["action"])
         self.limits = Limits(
             max_prompt_tokens=config.data.max_prompt_length,

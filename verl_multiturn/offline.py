@@ -89,7 +89,7 @@ def run(job: Job, tell: Callable[[str], None]) -> dict[str, Any]:
         critic = None
     weights = imitate(critic, dialogues, job.weights)
     block = plain(config.multiturn)
-    render = Renderer(prompt_policy(block["prompt"]), ActionFormat(**block["action"]), block["row"])
+    render = Renderer(prompt_policy(block), ActionFormat(**block["action"]), block["row"])
     kept = [record for _, record in records(job.source, job.split)]
     encode = Chat(tokenizer).build_initial_tokens
     rows, long = rows_of(kept, weights, render, encode, tokenizer, how)

@@ -7,7 +7,6 @@ unchanged. tests/test_verl_hooks.py guards every signature used here against the
 import math
 import time
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import transfer_queue as tq
@@ -98,17 +97,6 @@ class MultiTurnMixin(GuardedRun, RecordedSteps, StarPOSteps, QSteps, ArCHerSteps
                     detector.update(step, recorded)
             self._complete_validation()
             super().fit(agent_loop_manager)  # type: ignore[misc]
-
-    def _last_good(self, since: int | None) -> str:
-        """The checkpoint from before a collapse, in words."""
-        folders = Path(self.config.trainer.default_local_dir).glob("global_step_*")
-        steps = sorted(int(folder.name.rpartition("_")[2]) for folder in folders)
-        good = [step for step in steps if since is None or step < since]
-        return (
-            f"The last checkpoint before it is of step {good[-1]}"
-            if good
-            else "No checkpoint is from before it"
-        )
 
     # ------------------------------------------------------------------ sampling
 

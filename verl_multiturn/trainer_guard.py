@@ -14,6 +14,7 @@ from typing import Any
 from verl_multiturn import checkpoints, heartbeat
 from verl_multiturn import metrics as run_metrics
 from verl_multiturn.checkpoints import EARLIER
+from verl_multiturn.collapse import Detector
 from verl_multiturn.errors import RunStopped, cause_of
 from verl_multiturn.heartbeat import RESUMES, Heartbeat
 from verl_multiturn.progress import Progress
@@ -119,6 +120,15 @@ class GuardedRun:
         folder = Path(self.config.trainer.default_local_dir)
         if success is not None and checkpoints.keep_best(folder, self.global_steps, float(success)):
             self.progress.note(f"best so far: success {success:.3f}, kept in {folder / checkpoints.BEST}")
+
+    def _keep_good(self, detector: Detector) -> str:
+        """Keep the last checkpoint from before a collapse as soon as it shows; says which one it is."""
+        folder = Path(self.config.trainer.default_local_dir)
+        if (kept := checkpoints.keep_good(folder, detector.name, detector.since)) is not None:
+            self.progress.note(
+                f"multiturn.collapse.{detector.name} holds since step {detector.since}: kept {kept}"
+            )
+        return checkpoints.last_good(folder, detector.name, detector.since)
 
     def _check_groups(self, rows: Any, members: dict[str, list[Any]], metrics: dict[str, Any]) -> None:
         """Groups that lost members, and those whose members did not start alike."""

@@ -31,7 +31,7 @@ class RecordedSteps:
     progress: Progress
     detectors: list[Detector]
     _rollout_moe_lb_metrics_accumulator: Any
-    _last_good: Any
+    _keep_good: Any
 
     _taken: tuple[Any, dict[str, Any], float] | None = None  # batch, metrics and beginning of this step
     _so_far: dict[str, Any] = {}  # recorded of this step already
@@ -71,8 +71,10 @@ class RecordedSteps:
         self.writer.metrics(global_steps, new)
         self.progress.step(global_steps, numbers)
         for detector in self.detectors:
-            if reason := detector.update(global_steps, numbers):
-                raise RunStopped(f"{reason} {self._last_good(detector.since)}")
+            reason = detector.update(global_steps, numbers)
+            last = self._keep_good(detector)
+            if reason:
+                raise RunStopped(f"{reason} {last}")
             if lacking := detector.missing:
                 rule, names = f"multiturn.collapse.{detector.name}", ", ".join(lacking)
                 self.progress.note(f"{rule} has nothing to go by: no {names} came")

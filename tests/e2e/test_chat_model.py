@@ -130,7 +130,8 @@ def play(model, tokens, prompts, row, said=SAID, family="auto"):
     chat = create_continuous_token_builder(tokens, model_family=family, hf_model_type=kind)
     templates, action = prompts
     limits = Limits(900, 2000, 64, max_turns=3)
-    policy = PromptPolicy(Templates(**{k: v for k, v in templates.items() if k != "policy"}))
+    settings = {"prompt": templates, "action": action, "max_turns": 3, "max_actions": None}
+    policy = PromptPolicy(Templates.of(settings))
     episode = Episode(
         env_name="frozen_lake", env_kwargs={}, task=Task(3, "g", 0, 1),
         layout=LAYOUTS[row](policy, chat, limits, tokens.eos_token_id), form=ActionFormat(**action),

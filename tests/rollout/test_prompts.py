@@ -116,6 +116,48 @@ def test_an_unknown_placeholder_names_the_nearest(field, template, guess):
         assert f"Did you mean '{guess}'?" in str(caught.value)
 
 
+def of(max_turns=5, max_actions=10, action=None, **prompt):
+    """Templates of a run's settings."""
+    texts = {name: value for name, value in vars_of(SHORT).items() if name != "history"}
+    block = {"prompt": texts | {"policy": None} | prompt, "max_turns": max_turns, "max_actions": max_actions}
+    return Templates.of(block | {"action": {"max_actions": 3, "separator": "{;}"} | (action or {})})
+
+
+def test_templates_say_what_the_run_allows():
+    first = "{number}/{max_turns} {budget} {{x}} {observation!r:>6}{several}"
+    templates = of(first=first, next="{turn}{number}{several}", several=" {max_actions} by {separator} }}")
+    policy = PromptPolicy(templates)
+    assert policy.messages(View("do", "o"), 0, None)[-1]["content"] == "1/5 10 {x}    'o' 3 by {;} }"
+    assert policy.follow_up(View("do", "o3", past=list(PAST)))["content"] == "34 3 by {;} }"
+    one = of(next="{number}{several}", several=" {max_actions}", action={"max_actions": 1})
+    assert PromptPolicy(one).follow_up(View("do", "o"))["content"] == "1"
+
+
+def test_what_no_template_shows_changes_nothing():
+    """Small models are found by the templates: runs whose prompts are equal must find the same."""
+    assert of() == of(max_turns=None, max_actions=None, action={"max_actions": 9}, several=" {max_actions}")
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (
+            {"max_turns": None, "first": "{max_turns}"},
+            r"prompt\.first shows \{max_turns\}, and multiturn\.max_turns",
+        ),
+        (
+            {"max_actions": None, "next": "{budget}"},
+            r"multiturn\.max_actions is null: set it, or leave \{budget\}",
+        ),
+        ({"turn": "{max_turn}"}, "multiturn.prompt.turn .*Did you mean 'max_turns'"),
+        ({"several": "{seperator}"}, "multiturn.prompt.several .*Did you mean 'separator'"),
+    ],
+)
+def test_a_limit_that_is_not_there_is_refused(settings, words):
+    with pytest.raises(ValueError, match=words):
+        of(**settings)
+
+
 def test_negative_history_is_refused():
     with pytest.raises(ValueError, match="history is -1"):
         Templates(history=-1)

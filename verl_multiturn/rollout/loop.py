@@ -62,7 +62,7 @@ class Rollout:
             vines = Vines(Vine.of(settings, config.actor_rollout_ref.rollout.n))
         audit = Audit.of(config)
         audits = None if audit is None else Audits(audit)
-        return cls(settings, prompt_policy(settings["prompt"]), form, limits, pool, vines, audits)
+        return cls(settings, prompt_policy(settings), form, limits, pool, vines, audits)
 
 
 def first_prompt(config: DictConfig, tokenizer: Any) -> Prompt:

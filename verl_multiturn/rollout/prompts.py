@@ -8,13 +8,19 @@ import importlib
 import string
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 from verl_multiturn.errors import unknown
 
 Messages = list[dict[str, str]]
-FIELDS = ("instruction", "observation", "history", "shown", "turn", "admissible", "format")
-HISTORY_FIELDS = ("index", "observation", "action")
+FIELDS = ("instruction", "observation", "history", "shown", "turn", "number", "admissible", "format")
+HISTORY_FIELDS = ("index", "number", "observation", "action")
+ALLOWED = {  # what a run allows, the same at every turn -> where it is set
+    "max_turns": "multiturn.max_turns",
+    "budget": "multiturn.max_actions",
+    "max_actions": "multiturn.action.max_actions",
+    "separator": "multiturn.action.separator",
+}
 
 
 class PromptTooLong(ValueError):
@@ -23,7 +29,11 @@ class PromptTooLong(ValueError):
 
 @dataclass(frozen=True)
 class Templates:
-    """Prompt templates (`multiturn.prompt`); placeholders are those of `FIELDS`."""
+    """Prompt templates (`multiturn.prompt`); placeholders are those of `FIELDS`.
+
+    turn counts the turns taken, number is that of this turn: turn + 1. Those of `ALLOWED`, and several, do
+    not change in a run: `of` has replaced them.
+    """
 
     system: str | None = None
     first: str = "{instruction}\n\nCurrent observation:\n{observation}\n{admissible}\n{format}"
@@ -40,12 +50,30 @@ class Templates:
     def __post_init__(self) -> None:
         known = {"history_item": HISTORY_FIELDS, "admissible": ("actions",)}
         for name in ("first", "turn", "next", "history_item", "admissible"):
-            for _, placeholder, _, _ in string.Formatter().parse(getattr(self, name)):
-                if placeholder is not None and placeholder not in known.get(name, FIELDS):
-                    kind = f"placeholder in multiturn.prompt.{name}"
-                    raise unknown(kind, placeholder, known.get(name, FIELDS))
+            _check(name, getattr(self, name), known.get(name, FIELDS))
         if self.history < 0:
             raise ValueError(f"multiturn.prompt.history is {self.history}, must be >= 0")
+
+    @classmethod
+    def of(cls, settings: Mapping[str, Any]) -> Self:
+        """Templates that say what a run allows.
+
+        Args:
+            settings: the group `multiturn`; `prompt.several` is shown where a turn may hold several actions.
+
+        Raises:
+            ValueError: an unknown placeholder, or one of a limit that is not set.
+        """
+        prompt = {name: value for name, value in settings["prompt"].items() if name != "policy"}
+        action, several = settings["action"], prompt.pop("several", "")
+        allowed = {"max_turns": settings["max_turns"], "budget": settings["max_actions"]}
+        allowed |= {name: action[name] for name in ("max_actions", "separator")}
+        _check("several", several, tuple(ALLOWED))
+        said = _filled("several", several, allowed) if action["max_actions"] > 1 else ""
+        for name in ("first", "turn", "next"):
+            _check(name, prompt[name], (*FIELDS, *ALLOWED, "several"))
+            prompt[name] = _filled(name, prompt[name], allowed | {"several": said.format()})
+        return cls(**prompt)
 
 
 @dataclass
@@ -118,7 +146,7 @@ class PromptPolicy:
     def _user(self, name: str, view: View, shown: int, actions: Sequence[str] | None) -> dict[str, str]:
         start = len(view.past) - shown
         items = (
-            self.templates.history_item.format(index=i, observation=observation, action=action)
+            self.templates.history_item.format(index=i, number=i + 1, observation=observation, action=action)
             for i, (observation, action) in enumerate(view.past[start:], start)
         )
         listed = self.templates.admissible.format(actions=", ".join(actions)) if actions else ""
@@ -128,16 +156,46 @@ class PromptPolicy:
             history="\n".join(items),
             shown=shown,
             turn=len(view.past),
+            number=len(view.past) + 1,
             admissible=listed,
             format=self.templates.format,
         )
         return {"role": "user", "content": content.strip("\n")}
 
 
-def prompt_policy(prompt: Mapping[str, Any]) -> PromptPolicy:
-    """The policy that a `multiturn.prompt` group describes; refuses what it cannot be built from."""
-    templates = Templates(**{name: value for name, value in prompt.items() if name != "policy"})
-    return load_policy(prompt["policy"])(templates)
+def _check(name: str, template: str, known: tuple[str, ...]) -> None:
+    for _, placeholder, _, _ in string.Formatter().parse(template):
+        if placeholder is not None and placeholder not in known:
+            raise unknown(f"placeholder in multiturn.prompt.{name}", placeholder, known)
+
+
+def _filled(name: str, template: str, values: Mapping[str, Any]) -> str:
+    """A template with these placeholders replaced; the others stay, and braces stay braces."""
+    parts = list[str]()
+    for text, placeholder, spec, conversion in string.Formatter().parse(template):
+        parts.append(_literal(text))
+        if placeholder is None:
+            continue
+        if placeholder not in values:
+            how = f"{f'!{conversion}' if conversion else ''}{f':{spec}' if spec else ''}"
+            parts.append(f"{{{placeholder}{how}}}")
+        elif values[placeholder] is None:
+            raise ValueError(
+                f"multiturn.prompt.{name} shows {{{placeholder}}}, and {ALLOWED[placeholder]} is null: set it, "
+                f"or leave {{{placeholder}}} out"
+            )
+        else:
+            parts.append(_literal(str(values[placeholder])))
+    return "".join(parts)
+
+
+def _literal(text: str) -> str:
+    return text.replace("{", "{{").replace("}", "}}")
+
+
+def prompt_policy(settings: Mapping[str, Any]) -> PromptPolicy:
+    """The policy that the group `multiturn` describes; refuses what it cannot be built from."""
+    return load_policy(settings["prompt"]["policy"])(Templates.of(settings))
 
 
 def load_policy(name: str | None) -> type[PromptPolicy]:

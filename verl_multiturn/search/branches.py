@@ -50,7 +50,7 @@ class Shared:
             max_actions=settings["max_actions"],
         )
         kwargs = plain(config.data).get("apply_chat_template_kwargs") or {}
-        form, policy = ActionFormat(**settings["action"]), prompt_policy(settings["prompt"])
+        form, policy = ActionFormat(**settings["action"]), prompt_policy(settings)
         return cls(settings, policy, form, limits, EnvPool.of(settings), model, model.chat(**kwargs))
 
 
