@@ -180,9 +180,9 @@ def _filled(name: str, template: str, values: Mapping[str, Any]) -> str:
             how = f"{f'!{conversion}' if conversion else ''}{f':{spec}' if spec else ''}"
             parts.append(f"{{{placeholder}{how}}}")
         elif values[placeholder] is None:
+            key, shown = ALLOWED[placeholder], f"{{{placeholder}}}"
             raise ValueError(
-                f"multiturn.prompt.{name} shows {{{placeholder}}}, and {ALLOWED[placeholder]} is null: set it, "
-                f"or leave {{{placeholder}}} out"
+                f"multiturn.prompt.{name} shows {shown}, and {key} is null: set it, or leave {shown} out"
             )
         else:
             parts.append(_literal(str(values[placeholder])))
