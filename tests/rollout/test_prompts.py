@@ -129,8 +129,9 @@ def test_templates_say_what_the_run_allows():
     policy = PromptPolicy(templates)
     assert policy.messages(View("do", "o"), 0, None)[-1]["content"] == "1/5 10 {x}    'o' 3 by {;} }"
     assert policy.follow_up(View("do", "o3", past=list(PAST)))["content"] == "34 3 by {;} }"
-    one = of(next="{number}{several}", several=" {max_actions}", action={"max_actions": 1})
-    assert PromptPolicy(one).follow_up(View("do", "o"))["content"] == "1"
+    for settings, text in (({"action": {"max_actions": 1}}, "1"), ({"max_actions": 1}, "1"), ({}, "1 3")):
+        policy = PromptPolicy(of(next="{number}{several}", several=" {max_actions}", **settings))
+        assert policy.follow_up(View("do", "o"))["content"] == text
 
 
 def test_what_no_template_shows_changes_nothing():

@@ -66,10 +66,16 @@ class Templates:
         """
         prompt = {name: value for name, value in settings["prompt"].items() if name != "policy"}
         action, several = settings["action"], prompt.pop("several", "")
-        allowed = {"max_turns": settings["max_turns"], "budget": settings["max_actions"]}
-        allowed |= {name: action[name] for name in ("max_actions", "separator")}
+        turns, budget, most = settings["max_turns"], settings["max_actions"], action["max_actions"]
+        most = most if budget is None else min(most, budget)  # a turn holds no more than an episode
+        allowed = {
+            "max_turns": turns,
+            "budget": budget,
+            "max_actions": most,
+            "separator": action["separator"],
+        }
         _check("several", several, tuple(ALLOWED))
-        said = _filled("several", several, allowed) if action["max_actions"] > 1 else ""
+        said = _filled("several", several, allowed) if most > 1 else ""
         for name in ("first", "turn", "next"):
             _check(name, prompt[name], (*FIELDS, *ALLOWED, "several"))
             prompt[name] = _filled(name, prompt[name], allowed | {"several": said.format()})
