@@ -59,14 +59,15 @@ class Templates:
         """Templates that say what a run allows.
 
         Args:
-            settings: the group `multiturn`; `prompt.several` is shown where a turn may hold several actions.
+            settings: the group `multiturn`; a limit left out is none. `prompt.several` is shown where a
+                turn may hold several actions.
 
         Raises:
             ValueError: an unknown placeholder, or one of a limit that is not set.
         """
         prompt = {name: value for name, value in settings["prompt"].items() if name != "policy"}
         action, several = settings["action"], prompt.pop("several", "")
-        turns, budget, most = settings["max_turns"], settings["max_actions"], action["max_actions"]
+        turns, budget, most = settings.get("max_turns"), settings.get("max_actions"), action["max_actions"]
         most = most if budget is None else min(most, budget)  # a turn holds no more than an episode
         allowed = {
             "max_turns": turns,

@@ -54,7 +54,7 @@ def chats(record: Mapping[str, Any], settings: Mapping[str, Any]) -> list[Messag
         record: with the schema of `verl_multiturn.runs`.
         settings: `multiturn` of its run: prompt, row, action.
     """
-    policy, separator = prompt_policy(settings["prompt"]), f" {settings['action']['separator']} "
+    policy, separator = prompt_policy(settings), f" {settings['action']['separator']} "
     view, found = View(record.get("instruction") or "", ""), list[Messages]()
     said: dict[str, str] = {}
     for turn in record["turns"]:
