@@ -19,6 +19,32 @@ def this_process_lives_on():
     heartbeat.over()
 
 
+@pytest.fixture(scope="module")
+def parsed_once():
+    """hydra reads verl's hundred YAML files for every composition; here each is parsed once."""
+    from hydra._internal.core_plugins.file_config_source import FileConfigSource
+
+    from verl_multiturn import compose
+
+    read, memo = FileConfigSource.load_config, {}
+
+    def load(self, config_path):
+        place = self.path, config_path
+        if place not in memo:
+            memo[place] = read(self, config_path)
+        return copy.deepcopy(memo[place])
+
+    compose_it, base = compose._hydra, compose._hydra("multiturn", [])
+
+    def hydra(recipe, overrides):
+        return base if (recipe, overrides) == ("multiturn", []) else compose_it(recipe, overrides)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FileConfigSource, "load_config", load)
+        patch.setattr(compose, "_hydra", hydra)
+        yield
+
+
 class InMemoryQueue:
     """The calls of `transfer_queue` that verl and we use, over real tensordicts, without Ray.
 

@@ -16,6 +16,7 @@ from verl_multiturn import compose, configure, main
 from verl_multiturn.panel import Panel
 from verl_multiturn.recipes_index import list_recipes
 
+pytestmark = pytest.mark.usefixtures("parsed_once")
 ROOT = Path(__file__).parents[1]
 RECIPES = sorted(list_recipes())
 LAKE, CPU = "gigpo_frozenlake", "hardware=cpu"
@@ -27,32 +28,8 @@ FEW = [
 ]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def parsed_once():
-    """hydra reads verl's hundred YAML files for every composition; here each is parsed once."""
-    from hydra._internal.core_plugins.file_config_source import FileConfigSource
-
-    read, memo = FileConfigSource.load_config, {}
-
-    def load(self, config_path):
-        place = self.path, config_path
-        if place not in memo:
-            memo[place] = read(self, config_path)
-        return copy.deepcopy(memo[place])
-
-    compose_it, base = compose._hydra, compose._hydra("multiturn", [])
-
-    def hydra(recipe, overrides):
-        return base if (recipe, overrides) == ("multiturn", []) else compose_it(recipe, overrides)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(FileConfigSource, "load_config", load)
-        patch.setattr(compose, "_hydra", hydra)
-        yield
-
-
 @pytest.fixture(scope="module")
-def composed():
+def composed(parsed_once):
     """`composed(*overrides)`: the FrozenLake recipe, composed once per preset; values are set by dotlist."""
     memo = {}
 

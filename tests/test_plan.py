@@ -6,7 +6,9 @@ import pytest
 from typer.testing import CliRunner
 
 from verl_multiturn.cli import app
+from verl_multiturn.critic.config import ArcherConfig, CriticConfig
 from verl_multiturn.planning import formulas as of
+from verl_multiturn.planning.archer import Archer, asked, reads
 from verl_multiturn.planning.formulas import Shape
 from verl_multiturn.planning.plan import (
     CHANGES,
@@ -23,8 +25,10 @@ from verl_multiturn.planning.plan import (
     seconds,
     shape,
 )
+from verl_multiturn.recipes_index import list_recipes
 from verl_multiturn.runs import RunWriter
 
+pytestmark = pytest.mark.usefixtures("parsed_once")
 TINY = Shape(layers=2, hidden=8, intermediate=16, heads=2, kv_heads=1, vocabulary=100, tied=True, bias=True)
 
 
@@ -42,10 +46,19 @@ def setup(model="Qwen2.5-7B-Instruct", kind="4xA100-80G", **more):
         ("Qwen2.5-3B-Instruct", 3_085_938_688),
         ("Qwen2.5-7B-Instruct", 7_615_616_512),
         ("Llama-3.1-8B-Instruct", 8_030_261_248),
+        ("microsoft/Phi-3-mini-4k-instruct", 3_821_079_552),
+        ("mistralai/Mistral-7B-Instruct-v0.2", 7_241_732_096),
+        ("realtreetune/rho-1b-sft-GSM8K", 1_100_048_384),
+        ("openai-community/gpt2", 124_439_808),
+        ("roberta-base", 124_055_040),  # without the pooler, which no critic has
     ],
 )
 def test_parameters(model, count):
     assert of.parameters(shape(model)) == count
+
+
+def test_a_bias_of_the_head_is_left_out():
+    assert 1_418_270_720 - of.parameters(shape("microsoft/phi-1_5")) == 51200
 
 
 def test_a_layer_by_hand():
@@ -138,6 +151,52 @@ def test_unknown_things(tmp_path):
     sizes |= {"num_key_value_heads": 1, "vocab_size": 100, "tie_word_embeddings": True, "model_type": "qwen2"}
     (tmp_path / "config.json").write_text(json.dumps(sizes))
     assert shape(str(tmp_path)) == TINY
+    sizes = {"n_layer": 12, "n_embd": 768, "n_head": 12, "n_positions": 1024, "vocab_size": 50257}
+    (tmp_path / "config.json").write_text(json.dumps(sizes | {"model_type": "gpt2", "n_inner": None}))
+    assert shape(str(tmp_path)) == shape("gpt2")
+    sizes = {"num_hidden_layers": 24, "hidden_size": 2048, "intermediate_size": 8192, "vocab_size": 51200}
+    sizes |= {"num_attention_heads": 32, "num_key_value_heads": None, "tie_word_embeddings": False}
+    (tmp_path / "config.json").write_text(json.dumps(sizes | {"model_type": "phi"}))
+    assert shape(str(tmp_path)) == shape("phi-1_5")
+
+
+def archer(encoder=TINY, **more):
+    sizes = {"updates": 3, "batch": 10, "micro_batch": 5, "state": 20, "utterance": 4}
+    sizes |= {"reads": (2.0, 1.0), "asked": 100, "judged": 50, "inflight": 256}
+    return Archer(encoder, **(sizes | more))
+
+
+def test_archer_asks_and_learns_beside_the_actor():
+    p, block = of.parameters(TINY), 2 * of.layer_parameters(TINY)
+    # weights, gradients, two moments and the target's weights; all tensors of 5 x 24 tokens; in float32
+    assert archer().held() == 20 * p
+    assert archer().activations() == 2 * 120 * 2 * 240
+    # three updates of ten transitions: 24 tokens there and back, 44 for the targets; 50 utterances judged
+    flops = 3 * 10 * (6 * block * 24 + 2 * block * 44) + 2 * block * 50 * 44
+    h100 = gpus("1xH100")[1]
+    assert archer().seconds(h100, of.Rates(compute=0.5)) == pytest.approx(flops / (989e12 / 16 * 0.5))
+    assert archer(None).held() == archer(None).seconds(h100, of.Rates()) == 0
+    without, beside = setup("gpt2"), setup("gpt2", archer=archer(shape("roberta-base")))
+    extra = 20 * of.parameters(shape("roberta-base"))
+    assert memory(beside).rollout == memory(without).rollout + extra
+    assert memory(beside).update >= memory(without).update + extra
+    rates = of.Rates()
+    assert seconds(without, rates).asking == 0 < seconds(beside, rates).asking
+    asks_more = setup("gpt2", archer=archer(asked=10_000))
+    assert seconds(asks_more, rates).asking > 10 * seconds(beside, rates).asking
+    whole = seconds(beside, rates)
+    assert (
+        whole.step == whole.generation + whole.forward + whole.update + whole.asking + whole.utterance_critic
+    )
+
+
+def test_utterances_asked():
+    # 12,800 draws of 10,000 hit 1 - e^-1.28 of them; the actor's in-silico states come on top
+    paper = asked(ArcherConfig(mode="in_silico", states=768), CriticConfig())
+    assert paper == pytest.approx(768 + 10_000 * (1 - 0.27803), abs=1)
+    assert asked(ArcherConfig(), CriticConfig(v_target="sarsa")) == 0
+    assert reads("policy", 3) == (2, 3) and reads("expectile", 3) == (2, 1) and reads("mc", 3) == (0, 0)
+    assert of.distinct_draws(1, 7) == pytest.approx(1)
 
 
 def call(*arguments, code=0):
@@ -160,3 +219,29 @@ def test_the_command(tmp_path):
     assert not numbers["fits"] and numbers["change"]
     assert numbers["memory_gb"]["weights"] == pytest.approx(2 * 4 * 7.615616512)
     assert "hardware=cpu needs no plan" in call("starpo_sokoban", "hardware=cpu", code=2)
+
+
+def test_a_q_models_stages():
+    """The spec's bound: WebShop 30 (5 + 10) calls a tree, of 1,000 tasks."""
+    pytest.importorskip("verl")
+    text = call("qvalue_webshop", "--gpus", "1xH100-80G", code=1)
+    assert "1,000 x 450 calls" in text and "450,000 calls" in text and "10,000 pairs x 2 epochs" in text
+    assert "does not fit: set multiturn.fit.micro=1" in text
+    numbers = json.loads(call("qvalue_webshop", "multiturn.fit.micro=2", "--json"))
+    assert numbers["fits"] and numbers["calls"] == 450_000 and numbers["seconds"]["trees"] > 0
+    # 16 bytes a parameter, and what a micro-batch keeps
+    assert 16 * 1.418 < numbers["memory_gb"]["fit"] < 73.6
+    assert "hardware=cpu needs no plan" in call("qvalue_webshop", "hardware=cpu", code=2)
+    assert "--rates is of a training run" in call("qvalue_webshop", "--rates", "runs/mine", code=2)
+
+
+@pytest.mark.parametrize("recipe", sorted(list_recipes()))
+def test_every_recipe_has_a_plan(recipe, monkeypatch, tmp_path):
+    pytest.importorskip("verl")
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(app, ["plan", recipe, "--gpus", "8xH100-80G", "--json"])
+    assert result.exit_code in (0, 1), result.output
+    numbers = json.loads(result.output)
+    assert 0 < sum(numbers["seconds"].values()) < 1e6 and numbers["memory_gb"]
+    assert ("calls" in numbers) is recipe.startswith("qvalue_")
+    assert (numbers["seconds"].get("asking", 0) > 0) is recipe.startswith("archer_")

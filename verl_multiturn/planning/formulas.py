@@ -12,7 +12,14 @@ ADAM = 8  # bytes a parameter: two moments in float32
 
 @dataclass(frozen=True)
 class Shape:
-    """A decoder with gated MLP and grouped heads (Llama, Qwen2)."""
+    """A decoder with gated MLP and grouped heads (Llama, Qwen2), or a plain one (GPT-2, Phi-1.5, BERT).
+
+    Attributes:
+        bias: queries, keys and values have one.
+        plain: an MLP of two matrices, a bias everywhere, LayerNorm.
+        norms: of a layer.
+        positions: learnt vectors beside those of the vocabulary.
+    """
 
     layers: int
     hidden: int
@@ -23,6 +30,9 @@ class Shape:
     tied: bool = False
     bias: bool = False
     head_dim: int | None = None
+    plain: bool = False
+    norms: int = 2
+    positions: int = 0
 
     @property
     def d(self) -> int:
@@ -58,21 +68,32 @@ class Rates:
 
 
 def layer_parameters(m: Shape) -> int:
-    """h(H+2k)d + Hdh + 3hi + 2h, and (H+2k)d biases. Source: the Llama and Qwen2 architecture."""
+    """h(H+2k)d + Hdh + 3hi + 2h, and (H+2k)d biases. Source: the Llama and Qwen2 architecture.
+
+    Plain: 2hi, norms of 2h, and (H+2k)d + i + 2h biases. Source: Radford et al. 2019 (GPT-2); Li et al. 2023,
+    arXiv 2309.05463 (Phi-1.5, one norm a layer).
+    """
     q, kv = m.heads * m.d, m.kv_heads * m.d
-    matrices = m.hidden * (q + 2 * kv) + q * m.hidden + 3 * m.hidden * m.intermediate
-    return matrices + 2 * m.hidden + (q + 2 * kv if m.bias else 0)
+    matrices = m.hidden * (q + 2 * kv) + q * m.hidden + (2 if m.plain else 3) * m.hidden * m.intermediate
+    biases = q + 2 * kv + m.intermediate + 2 * m.hidden if m.plain else (q + 2 * kv) * m.bias
+    return matrices + biases + _norm(m) * m.norms
+
+
+def _norm(m: Shape) -> int:
+    return m.hidden * (2 if m.plain else 1)
 
 
 def parameters(m: Shape) -> int:
-    """P = L layers + Vh embeddings (twice if untied) + final norm h. Source: as `layer_parameters`."""
-    return m.layers * layer_parameters(m) + m.vocabulary * m.hidden * (1 if m.tied else 2) + m.hidden
+    """P = L layers + Vh embeddings (twice if untied) + positions + norm. Source: as `layer_parameters`."""
+    vectors = m.vocabulary * (1 if m.tied else 2) + m.positions
+    return m.layers * layer_parameters(m) + vectors * m.hidden + _norm(m)
 
 
 def lora_parameters(m: Shape, rank: int) -> int:
     """r (in + out) of each linear layer of a block. Source: Hu et al. 2021, arXiv 2106.09685, 4.1."""
     q, kv = m.heads * m.d, m.kv_heads * m.d
-    sizes = 2 * (m.hidden + q) + 2 * (m.hidden + kv) + 3 * (m.hidden + m.intermediate)
+    mlp = (2 if m.plain else 3) * (m.hidden + m.intermediate)
+    sizes = 2 * (m.hidden + q) + 2 * (m.hidden + kv) + mlp
     return m.layers * rank * sizes
 
 
@@ -97,10 +118,11 @@ def layer_activation_bytes(m: Shape, tokens: float) -> float:
     """bfloat16 tensors that a layer keeps for its backward pass, attention not materialised.
 
     4h (inputs and outputs of two norms), 2Hd + 2kd (queries, keys, values, what attention gives), 4i
-    (gate, up, activation, product), each 2 bytes a token. Source: the count of Korthikanti et al. 2022,
-    arXiv 2205.05198, section 4.1, redone for gated MLPs and flash attention.
+    (gate, up, activation, product; plain: 2i), each 2 bytes a token. Source: the count of Korthikanti et al.
+    2022, arXiv 2205.05198, section 4.1, redone for gated MLPs and flash attention.
     """
-    return BF16 * tokens * (4 * m.hidden + 2 * (m.heads + m.kv_heads) * m.d + 4 * m.intermediate)
+    mlp = (2 if m.plain else 4) * m.intermediate
+    return BF16 * tokens * (4 * m.hidden + 2 * (m.heads + m.kv_heads) * m.d + mlp)
 
 
 def activation_bytes(m: Shape, tokens: float, checkpointing: bool) -> float:
@@ -145,6 +167,11 @@ def decode_seconds(
     read = BF16 * parameters(m) + c * context * kv_bytes_per_token(m)
     step = rates.decode + read / (tp * gpu.bandwidth * rates.bandwidth)
     return tokens / (engines * c) * step
+
+
+def distinct_draws(draws: float, among: float) -> float:
+    """N (1 − (1 − 1/N)^n), expected distinct items of n uniform draws of N with replacement."""
+    return float(among * (1 - (1 - 1 / among) ** draws))
 
 
 def vine_turns(turns: float, rollouts: float) -> float:

@@ -12,11 +12,14 @@ import yaml
 
 from verl_multiturn.errors import unknown
 from verl_multiturn.planning import formulas as of
+from verl_multiturn.planning.archer import Archer
 from verl_multiturn.planning.formulas import Gpu, Rates, Shape
 
 DATA = Path(__file__).parent / "data"
 GB = 1e9
 SPARE = 0.92  # share of a GPU that is left beside CUDA's context, fragments and communication
+CPU = "hardware=cpu needs no plan: its model is a few hundred thousand parameters"
+FILL = 0.5  # of turns, prompts and utterances, where nothing was recorded
 ENGINE_OVERHEAD = 2 * GB  # vLLM's graphs and activations
 
 
@@ -34,20 +37,37 @@ def shape(model: str) -> Shape:
     """
     path = Path(model).expanduser() / "config.json"
     if path.is_file():
-        given = json.loads(path.read_text(encoding="utf-8"))
         try:
-            return Shape(
-                given["num_hidden_layers"], given["hidden_size"], given["intermediate_size"],
-                given["num_attention_heads"], given.get("num_key_value_heads", given["num_attention_heads"]),
-                given["vocab_size"], bool(given.get("tie_word_embeddings")),
-                bool(given.get("attention_bias", given.get("model_type") == "qwen2")), given.get("head_dim"),
-            )  # fmt: skip
+            return _configured(json.loads(path.read_text(encoding="utf-8")))
         except KeyError as error:
-            raise ValueError(f"{path} is not of a decoder that can be planned: it lacks {error}") from None
+            raise ValueError(f"{path} is not of a model that can be planned: it lacks {error}") from None
     name = model.rstrip("/").rpartition("/")[2]
     if name not in data("models"):
         raise unknown("model", name, data("models"), "A local folder with config.json will do as well.")
     return Shape(**data("models")[name])
+
+
+GPT2 = {"n_layer": "num_hidden_layers", "n_embd": "hidden_size", "n_head": "num_attention_heads"}
+PLAIN = {"gpt2": 2, "phi": 1, "bert": 2, "roberta": 2}  # model_type -> norms of a layer
+
+
+def _configured(given: dict[str, Any]) -> Shape:
+    """The shape in a config.json; GPT-2's has names of its own."""
+    kind = given.get("model_type", "")
+    given = {GPT2.get(name, name): value for name, value in given.items()}
+    layers, hidden = given["num_hidden_layers"], given["hidden_size"]
+    if kind == "gpt2":
+        given |= {"intermediate_size": given.get("n_inner") or 4 * hidden}
+        given.setdefault("tie_word_embeddings", True)
+        given["max_position_embeddings"] = given["n_positions"]
+    learnt = kind in PLAIN and kind != "phi"
+    heads = given["num_attention_heads"]
+    return Shape(
+        layers, hidden, given["intermediate_size"], heads, given.get("num_key_value_heads") or heads,
+        given["vocab_size"], bool(given.get("tie_word_embeddings", kind in ("bert", "roberta"))),
+        bool(given.get("attention_bias", kind == "qwen2")), given.get("head_dim"),
+        kind in PLAIN, PLAIN.get(kind, 2), given["max_position_embeddings"] if learnt else 0,
+    )  # fmt: skip
 
 
 def gpus(text: str) -> tuple[int, Gpu]:
@@ -82,6 +102,7 @@ class Setup:
             rows, tokens of a row, tokens written in a turn.
         max_tokens: of the longest sequence.
         rollouts: K of VinePPO; 0: none.
+        archer: what ArCHer asks beside the actor; None: another algorithm.
         steps: of the run.
     """
 
@@ -109,6 +130,7 @@ class Setup:
     lora_rank: int = 0
     epochs: int = 1
     rollouts: float = 0
+    archer: Archer | None = None
     steps: int = 1
 
 
@@ -126,12 +148,16 @@ class Memory:
     engine_weights: float
     kv_cache: float
     kv_tokens: float
+    utterance_critic: float
     update: float
     rollout: float
 
 
 def memory(s: Setup) -> Memory:
-    """Peak memory of one GPU while it updates and while it rolls out; actor and critic together."""
+    """Peak memory of one GPU while it updates and while it rolls out; actor and critic together.
+
+    ArCHer's critic stands on one GPU, which bounds the run; it trains while verl's workers rest.
+    """
     p = of.parameters(s.model)
     trained = of.lora_parameters(s.model, s.lora_rank) if s.lora_rank else p
     roles = 2 if s.critic else 1
@@ -154,9 +180,11 @@ def memory(s: Setup) -> Memory:
     peak = max(held + passing + gathered + activations + logits, held + moments)
     resting = (0 if s.param_offload else weights) + (0 if s.optimizer_offload else optimizer) + reference
     kv_tokens = cache_ / (of.kv_bytes_per_token(s.model) / s.tensor_parallel)
+    beside, judging = (s.archer.held(), s.archer.activations()) if s.archer else (0.0, 0.0)
+    update = max(peak + reference, resting + judging) + asleep + beside
     return Memory(
         weights, gradients, optimizer, reference, gathered, activations, logits, engine_weights, cache_,
-        kv_tokens, update=peak + reference + asleep, rollout=resting + engine,
+        kv_tokens, beside + judging, update=update, rollout=resting + engine + beside,
     )  # fmt: skip
 
 
@@ -218,11 +246,13 @@ class Seconds:
     generation: float
     forward: float
     update: float
+    asking: float = 0.0
+    utterance_critic: float = 0.0
 
     @property
     def step(self) -> float:
         """All of it."""
-        return self.generation + self.forward + self.update
+        return self.generation + self.forward + self.update + self.asking + self.utterance_critic
 
 
 def seconds(s: Setup, rates: Rates) -> Seconds:
@@ -244,7 +274,23 @@ def seconds(s: Setup, rates: Rates) -> Seconds:
         decode + prefill + s.turns * rates.turn,
         forwards * of.forward_flops(p, tokens) / peak,
         updates * of.update_flops(p, tokens, s.checkpointing) / peak,
+        asking_seconds(s, rates),
+        s.archer.seconds(s.gpu, rates) if s.archer else 0.0,
     )
+
+
+def asking_seconds(s: Setup, rates: Rates) -> float:
+    """Seconds of the utterances that ArCHer asks of the policy after a rollout, prefill included."""
+    if s.archer is None:
+        return 0.0
+    engines, asked = max(1, s.gpus // s.tensor_parallel), s.archer.asked
+    sequences = min(engines * s.max_seqs, s.archer.inflight, max(1.0, asked))
+    written = asked * s.utterance
+    decode = of.decode_seconds(
+        s.model, s.gpu, rates, written, s.row_tokens, sequences, engines, s.tensor_parallel
+    )
+    read = of.forward_flops(of.parameters(s.model), asked * (s.row_tokens - s.utterance))
+    return decode + read / (s.gpus * s.gpu.flops * rates.compute)
 
 
 def calibrated() -> Rates:

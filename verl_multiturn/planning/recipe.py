@@ -12,11 +12,16 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
+from verl_multiturn.compose import plain
+from verl_multiturn.critic.config import archer_config, critic_config
 from verl_multiturn.env import Env
 from verl_multiturn.load import load_class
+from verl_multiturn.planning import archer as archers
 from verl_multiturn.planning import formulas as of
 from verl_multiturn.planning.formulas import Gpu
 from verl_multiturn.planning.plan import (
+    CPU,
+    FILL,
     GB,
     SPARE,
     Setup,
@@ -32,7 +37,7 @@ from verl_multiturn.planning.plan import (
 )
 from verl_multiturn.runs import Run
 
-FILL = 0.5  # of turns, prompts and utterances, where nothing was recorded
+LOCAL_ENCODERS = ("small", "ngrams", "lines")  # 0.1 million parameters, or none
 RATES = {"turns": "multiturn/turns/mean", "prompt": "prompt_length/mean", "response": "response_length/mean"}
 
 
@@ -49,7 +54,7 @@ def setup(config: DictConfig, count: int, gpu: Gpu, run: Run | None = None) -> S
         ValueError: a recipe for the CPU, an unknown model, a run without these means.
     """
     if config.trainer.device == "cpu":
-        raise ValueError("hardware=cpu needs no plan: its model is a few hundred thousand parameters")
+        raise ValueError(CPU)
     actor, rollout, data_ = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout, config.data
     settings, ref = config.multiturn, config.actor_rollout_ref.ref
     turn_rows = settings.row == "turn"
@@ -60,6 +65,9 @@ def setup(config: DictConfig, count: int, gpu: Gpu, run: Run | None = None) -> S
     micro = actor.ppo_max_token_len_per_gpu if actor.use_dynamic_bsz else (fixed or 1) * longest
     share = settings.filter.value if settings.filter.strategy == "top_k" else 1.0
     rows = trajectories * (turns if turn_rows else 1) * share
+    archer = _archer(config, trajectories * turns, row, utterance) if settings.algorithm == "archer" else None
+    if archer and settings.archer.mode == "in_silico":
+        rows = settings.archer.states
     return Setup(
         model=shape(str(config.actor_rollout_ref.model.path)),
         gpu=gpu,
@@ -85,7 +93,28 @@ def setup(config: DictConfig, count: int, gpu: Gpu, run: Run | None = None) -> S
         lora_rank=int(OmegaConf.select(config, "actor_rollout_ref.model.lora_rank") or 0),
         epochs=actor.ppo_epochs,
         rollouts=settings.vine.rollouts / settings.vine.every if settings.algorithm == "vineppo" else 0,
+        archer=archer,
         steps=config.trainer.total_training_steps or 1,
+    )
+
+
+def _archer(config: DictConfig, spoken: float, row: float, utterance: float) -> archers.Archer:
+    """ArCHer's critic, and what it asks; `spoken`: utterances of the step."""
+    settings = config.multiturn
+    archer, critic = archer_config(plain(settings.archer)), critic_config(plain(settings.critic))
+    known = settings.critic.gpus > 0 and critic.encoder not in LOCAL_ENCODERS
+    in_silico = archer.states if archer.mode == "in_silico" else 0
+    return archers.Archer(
+        encoder=shape(critic.encoder) if known else None,
+        updates=archer.updates,
+        batch=critic.batch,
+        micro_batch=critic.micro_batch,
+        state=min(critic.max_tokens, row - utterance),
+        utterance=min(critic.max_tokens, utterance),
+        reads=archers.reads(critic.v_target, archer.utterances),
+        asked=archers.asked(archer, critic),
+        judged=spoken + in_silico,
+        inflight=archer.max_inflight,
     )
 
 
@@ -154,11 +183,13 @@ def _memory_table(s: Setup) -> Table:
         ("their logits", m.logits),
         (f"engine: weights, bfloat16, over {s.tensor_parallel}", m.engine_weights),
         (f"engine: KV cache, {m.kv_tokens:,.0f} tokens", m.kv_cache),
+        ("critic of utterances and its target, float32, on one GPU", m.utterance_critic),
         ("peak of the update", m.update),
         ("peak of the rollout", m.rollout),
         ("room", SPARE * s.gpu.memory),
     ):
-        table.add_row(what, f"{size / GB:.1f}")
+        if s.archer or not what.startswith("critic of utterances"):
+            table.add_row(what, f"{size / GB:.1f}")
     return table
 
 
@@ -170,6 +201,13 @@ def _time_lines(s: Setup, assumed: bool) -> Iterator[str]:
         f"a step: {time.step:.0f} s (generation {time.generation:.0f}, log-probs {time.forward:.0f}, updates "
         f"{time.update:.0f}); {s.steps} steps: {s.steps * time.step / 3600:.1f} h"
     )
+    if s.archer:
+        uncounted = "" if s.archer.encoder else " (a small one, or on the CPU: not counted)"
+        yield (
+            f"of it {time.utterance_critic:.0f} s for {s.archer.updates} updates of the critic of utterances "
+            f"on {s.archer.batch} transitions{uncounted}, {time.asking:.0f} s for {s.archer.asked:,.0f} "
+            "utterances asked of the policy (with a full replay)"
+        )
     yield (
         f"of {s.trajectories} trajectories of {s.turns:.1f} turns, {s.rows:.0f} rows of {s.row_tokens:.0f} "
         f"tokens, {s.utterance:.0f} tokens a turn ({source})"
