@@ -73,11 +73,22 @@ def test_soft_weights():
         ({"strategy": "top_k", "value": 2}, "top_k_abs"),
         ({"strategy": "top_p", "largest": False, "include_zero": True}, "zeros come first"),
         ({"strategy": "top_p", "place": "refill", "score": "mean"}, "score=std, largest=true"),
+        ({"strategy": "top_k", "place": "refill", "value": 0.5}, "whatever strategy and value say: it needs"),
+        ({"strategy": "top_p", "value": 1, "place": "refill", "mass": "softmax"}, "whatever mass say"),
+        ({"strategy": "top_p", "value": 1, "place": "refill", "eps": 0.1}, "whatever eps say"),
+        ({"strategy": "top_p", "value": 1, "place": "refill", "scale": "sqrt"}, "scale=none"),
+        ({"strategy": "top_p", "value": 1, "place": "refill", "stop_after": 3}, "stop_after=null"),
+        ({"reweight": True, "score": "variance"}, "reads no score=variance: use score=std"),
     ],
 )
 def test_impossible_settings(block, words):
     with pytest.raises(ValueError, match=words):
         group_filter(block)
+
+
+def test_what_refill_and_reweighting_take():
+    assert not group_filter({"strategy": "top_p", "value": 1.0, "place": "refill"}).shrinks
+    assert group_filter({"reweight": True, "returns": "trained"}).score == "std"
 
 
 @pytest.mark.parametrize(

@@ -46,6 +46,10 @@ def test_refill_is_verls_own(returns, metric):
         ),
         (["multiturn.algorithm=grpo"], "turn_rewards=false has no effect on grpo"),
         (["multiturn.turn_rewards=true", "multiturn.normalize.by=group"], "turn_rewards=false"),
+        (
+            ["multiturn.turn_rewards=false", "multiturn.normalize.by=group", "actor_rollout_ref.rollout.n=1"],
+            "rollout.n=1 leaves none, so that every return would be 0",
+        ),
         (["multiturn.normalize.by=stat"], "unknown value of multiturn.normalize.by"),
         (["multiturn.bilevel_gae.gamma_turn=2"], r"gamma_turn=2 must be a number in \[0, 1\]"),
         (["multiturn.bilevel_gae.whiten=1"], "whiten=1 must be true or false"),

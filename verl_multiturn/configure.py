@@ -351,6 +351,12 @@ def _check_rows(config: DictConfig) -> None:
             f"{config.multiturn.algorithm} compares the members of a group: actor_rollout_ref.rollout.n=1 "
             "leaves nothing to compare, use 2 or more"
         )
+    if config.multiturn.normalize.by == "group" and n == 1:
+        raise ValueError(
+            "multiturn.normalize.by=group compares a return with the others of its group, and "
+            "actor_rollout_ref.rollout.n=1 leaves none, so that every return would be 0: use n=2 or more, or "
+            "by=batch"
+        )
     most = rows * (config.multiturn.max_turns or math.inf)
     if mini > most:
         raise ValueError(

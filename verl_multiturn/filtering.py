@@ -4,6 +4,7 @@
 scores that need more than returns, and what is left for the gradient of the groups that stay.
 """
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import sqrt
@@ -17,6 +18,11 @@ from verl_multiturn.errors import unknown
 
 PLACES = ("shrink", "refill")
 RETURNS = ("task", "trained")
+# What verl's own refill does; nothing else of a filter is read by it.
+REFILL = {
+    **{"strategy": "top_p", "value": 1, "score": "std", "largest": True, "include_zero": False},
+    **{"mass": "linear", "eps": 0.01, "scale": "none", "stop_after": None},
+}
 SCALES = ("none", "linear", "sqrt")
 FROM_TOKENS = ("entropy", "entropy_variance", "length")
 SCORES = (*FROM_RETURNS, *FROM_TOKENS)
@@ -52,8 +58,9 @@ class GroupFilter:
         score: of `keep_groups`, or entropy, entropy_variance, length.
         returns: which returns are compared: of the "task", or as "trained", penalties included.
         place: "shrink" (the papers): the step gets smaller before log-probs are computed; "refill":
-            groups that agree are replaced by new ones, as in DAPO.
-        reweight: multiply a group's advantages by std / max std instead (RAGEN's soft reweighting).
+            groups that agree are replaced by new ones, as in DAPO; the rest is then as in `REFILL`.
+        reweight: multiply a group's advantages by std / max std instead (RAGEN's soft reweighting); `score`
+            is then std.
         scale: "linear" or "sqrt" of the share kept multiplies all advantages.
         stop_after: steps in a row that keep nothing end the run; None: never.
     """
@@ -80,12 +87,19 @@ class GroupFilter:
         ):
             if given not in valid:
                 raise unknown(f"value of multiturn.filter.{key}", given, valid)
+        if self.reweight and self.score != "std":
+            raise ValueError(
+                "multiturn.filter.reweight weighs groups by the std of their returns, and reads no "
+                f"score={self.score}: use score=std"
+            )
         if self.strategy is None:
             return
-        if self.place == "refill" and (self.score, self.largest, self.include_zero) != ("std", True, False):
+        ignored = [key for key, value in REFILL.items() if getattr(self, key) != value]
+        if self.place == "refill" and ignored:
+            read = ", ".join(f"{key}={json.dumps(value).strip(chr(34))}" for key, value in REFILL.items())
             raise ValueError(
-                "multiturn.filter.place=refill replaces the groups whose returns are all equal: it needs "
-                "score=std, largest=true and include_zero=false"
+                "multiturn.filter.place=refill replaces the groups whose returns are all equal, whatever "
+                f"{' and '.join(ignored)} say: it needs {read}"
             )
         try:
             self.kept([[Member(0.0, 0.0), Member(1.0, 1.0)]] * 2)
