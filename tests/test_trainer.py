@@ -22,8 +22,8 @@ from verl_multiturn.compose import compose
 from verl_multiturn.errors import RunStopped
 from verl_multiturn.filtering import GroupFilter
 from verl_multiturn.rollout.rows import Rows
-from verl_multiturn.runs import Run, to_turns
-from verl_multiturn.trainer import MultiTurnTrainer
+from verl_multiturn.runs import Run, RunWriter, to_turns
+from verl_multiturn.trainer import MARGINAL_STD, MultiTurnTrainer
 
 
 @pytest.fixture(scope="module")
@@ -224,7 +224,7 @@ def test_vineppo_reads_recorded_values_and_fills_the_roots(trainer, queue):
     vine = dict.fromkeys(
         ("states", "holes", "unique_states", "rollouts", "failed", "mismatches", "turns", "tokens"), 2
     )
-    vine |= {"skipped_states": 0, "naive_tokens": 8, "read": 4, "cached": 1, "ended": 0.0}
+    vine |= {"skipped_states": 0, "outside": 0, "naive_tokens": 8, "read": 4, "cached": 1, "ended": 0.0}
     vine |= {"truncated": 0, "return_std": 0.5, "tail_seconds": 0.0}
     won, lost = (trajectory(ret, success=bool(ret)) | {"vine": vine} for ret in (1.0, 0.0))
     rows = {
@@ -242,6 +242,68 @@ def test_vineppo_reads_recorded_values_and_fills_the_roots(trainer, queue):
     assert [[one["value"] for one in record["turns"]] for record in records] == [[0.0, 0.75], [1.0]]
     again = advantages("vineppo", to_turns(records))  # as `rescore` does
     assert again.tolist() == [0.75, 0.25, -1.0]
+
+
+def vine_rows():
+    """Two trajectories of one turn each in two turn rows, with values of rollouts."""
+    names = ("states", "holes", "unique_states", "rollouts", "failed", "mismatches", "turns", "tokens")
+    names += ("skipped_states", "outside", "naive_tokens", "read", "ended", "truncated", "return_std")
+    vine = dict.fromkeys((*names, "tail_seconds", "cached"), 0)
+    ends = [trajectory(ret, success=bool(ret)) | {"vine": vine} for ret in (1.0, 0.0)]
+    return {
+        f"g_{m}_{t}": (2, [1, 1], extra([turn(t, end["return"] * t, (0, 2), f"s{t}", value=value)], end))
+        for m, end in enumerate(ends)
+        for t, value in enumerate((0.5, 0.25 + m / 2))
+    }
+
+
+def test_vineppo_whitens_each_update_apart(trainer, queue):
+    """Two devices with two rows each, two updates: the first rows of both, then the second ones."""
+    trainer.writer, trainer.settings.algorithm = Writer(), "vineppo"
+    trainer.settings.vineppo.scope = "minibatch"
+    trainer._dp_size, trainer._mini_batches = 2, {"actor": 2}
+    batch = put(queue, vine_rows())
+    assert batch.keys == ["g_0_0", "g_0_1", "g_1_0", "g_1_1"]
+    trainer._compute_advantage(batch, {})
+    found = tokens(queue, batch, "advantages")
+    raw = {"g_0_0": -0.25, "g_0_1": 0.75, "g_1_0": 0.25, "g_1_1": -0.75}
+    for update in (("g_0_0", "g_1_0"), ("g_0_1", "g_1_1")):
+        together = np.array([raw[key] for key in update for _ in range(2)])
+        white = (together - together.mean()) / np.sqrt(together.var(ddof=1) + 1e-8)
+        assert [x for key in update for x in found[key]] == pytest.approx(white.tolist())
+    rows = trainer._rows(batch)
+    trainer._dp_size, trainer._mini_batches = 1, {"actor": 2}
+    assert trainer._updates_of(rows, batch) == [0, 0, 1, 1]
+    trainer._mini_batches = {}  # the actor waits for its critic
+    assert trainer._updates_of(rows, batch) == [0, 0, 0, 0]
+
+
+def test_a_horizon_is_bridged_by_the_group(trainer, queue):
+    """The rollouts from s_0 were all cut after a turn: the other one's return from turn 1 on is added."""
+    trainer.writer, trainer.settings.algorithm = Writer(), "vineppo"
+    trainer.settings.vineppo.whiten = False
+    trainer.settings.vine.horizon, trainer.settings.vine.horizon_value = 1, "group"
+    rows = vine_rows()
+    for key in ("g_0_0", "g_1_0"):
+        rows[key][2]["turns"][0]["cut"] = 1.0
+    batch, metrics = put(queue, rows), {}
+    trainer._compute_advantage(batch, metrics)
+    found = tokens(queue, batch, "advantages")
+    # V(s_0) is 0.5 + 0 of the first one, 0.5 + 1 of the second
+    assert found["g_0_0"] == [-0.25] * 2 and found["g_1_0"] == [-0.75] * 2
+    assert metrics["multiturn/vine_value/mean"] == pytest.approx((0.5 + 0.25 + 1.5 + 0.75) / 4)
+
+
+def test_the_std_of_a_z_score_is_averaged_over_steps_and_starts(trainer):
+    trainer.settings.information.ema = 0.9
+    assert trainer._averaged(1.0) == 1.0 and trainer._averaged(2.0) == pytest.approx(1.1)
+    with RunWriter(trainer.settings.run, {}) as writer:
+        writer.metrics(1, {MARGINAL_STD: 1.0})
+        writer.metrics(2, {"multiturn/return/mean": 1.0})
+    recorded = trainer._recorded_metrics()
+    assert recorded == [(1, {MARGINAL_STD: 1.0}), (2, {"multiturn/return/mean": 1.0})]
+    trainer.settings.information.ema = None
+    assert trainer._recorded_metrics() == []
 
 
 @pytest.mark.parametrize("name", ["turn_gae", "bilevel_gae", "ppo"])

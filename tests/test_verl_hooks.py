@@ -286,6 +286,7 @@ def played(turns=3, group="u", sample=0, reward=(0.25, 0.5, 1.0)):
             "observation": f"o{t}",
             "prompt": f"p{t}",
             "actions": ["left"],
+            "thinks": True,
             "dropped_turns": 0,
             "dropped_actions": 0,
             "generate_seconds": 0.5,
@@ -851,6 +852,7 @@ def test_config_keys_of_verl_that_we_set(composed):
 
 MAY_IMPORT_VERL = {
     "trainer.py",
+    "kl.py",  # the actor's loss, whose KL it scales
     "information_probe.py",  # the padding helpers, to read log-probabilities
     "main.py",
     "rollout/rows.py",

@@ -20,6 +20,7 @@ from verl_multiturn.algorithms.vineppo import (
     kl_coefficient,
     sibling_root,
     whiten,
+    with_horizon,
     with_sibling_roots,
 )
 from verl_multiturn.columns import factorise, keys
@@ -274,6 +275,22 @@ def test_a_missing_value_is_named():
             vm.advantages("vineppo", TurnBatch.from_lists(**lists, value=value))
 
 
+def test_a_cap_of_a_batch():
+    """As of one trajectory; the shorter one has nothing behind the cap."""
+    r, V = [0, 0, 0, 0, 1], [0.5, 0.75, 0.25, 0.9, 0.1]
+    turns = TurnBatch.from_lists(
+        ["a"] * 7, [0] * 5 + [1] * 2, [0, 1, 2, 3, 4, 0, 1], [*r, 0, 1], value=[*V, 0.5, 0.25]
+    )
+    for tail in ("merge", "zero"):
+        A = vm.advantages("vineppo", turns, cap=2, tail=tail)
+        close(A[:5], vm.vine_advantages(r, V, cap=2, tail=tail))
+        close(A[5:], [-0.25, 0.75])
+    with pytest.raises(ValueError, match=r"unknown VinePPOConfig\.tail 'drop'"):
+        vm.advantages("vineppo", turns, tail="drop")
+    with pytest.raises(ValueError, match="which turns share an update is known in a run only"):
+        vm.advantages("vineppo", turns, whiten=True, scope="minibatch")
+
+
 @quick
 @given(data=st.data(), groups=st.integers(1, 3))
 def test_no_rollouts_and_a_sibling_root_is_rloo(data, groups):
@@ -308,6 +325,23 @@ def test_roots_are_the_discounted_returns_of_the_others():
     close(roots(filled), [(3 + 0.5) / 2, 2, (2 + 0.5) / 2, (2 + 3) / 2])  # b is alone
     assert np.isnan(filled.value[filled.index > 0]).all()
     assert np.isnan(turns.value).all()  # the given one is left as it was
+
+
+def test_values_behind_a_horizon_are_those_of_the_others():
+    """H = 2, γ = 0.5: V(s_0) looks at what the other two got from turn 2 on, each without its own."""
+    episodes = [("a", 0, [0, 0, 4, 8]), ("a", 1, [1, 0, 2]), ("a", 2, [3]), ("b", 0, [0, 0, 5])]
+    turns = batch(episodes, [[1, 1, nan, 1], [1, 1, 1], [1], [1, 1, 1]])
+    cut = [1, 0.5, 1, 1, 1, 0, 0, 1, 1, 1, 1]
+    found = with_horizon(turns, cut, horizon=2, gamma=0.5).value
+    later = 0.25  # γ²
+    # G from turn 2: 8 (4 + 0.5 · 8) and 2; from turn 3: 8 of the first one only.
+    expected = [1 + later * 2 / 2, 1, nan, 1, 1 + later * 8 / 2, 1, 1, 1 + later * (8 + 2) / 2, 1, 1, 1]
+    close(found, expected)
+    assert np.isnan(turns.value).sum() == 1  # the given one is left as it was
+    close(with_horizon(turns, [0] * 11, 2).value, turns.value)
+    close(with_horizon(turns, [1] * 11, 9).value, turns.value)  # nobody came so far
+    empty = TurnBatch.from_lists([], [], [], [])
+    assert len(with_horizon(empty, [], 2)) == 0
 
 
 def test_roots_with_rollouts_of_their_own():

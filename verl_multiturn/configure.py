@@ -7,7 +7,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import DictConfig, open_dict
 
 from verl_multiturn.algorithms import find, list_algorithms
 from verl_multiturn.algorithms.information import RULES
@@ -38,6 +38,7 @@ TOKEN_ALGORITHMS = ("bilevel_gae",)  # ours, with one advantage per token
 ACTOR_ALGORITHMS = ("archer", "q_advantage")  # ours, whose advantages a model beside the policy gives
 SEARCH = "qvalue"  # trees, pairs and a Q model; verl trains nothing
 LAYOUTS = ("turn", "trajectory")
+KL = ("verl", "sequence_sum")  # multiturn.kl_aggregation
 MODES = ("sync", "colocate_async", "separate_async")
 
 
@@ -86,6 +87,7 @@ def prepare(config: DictConfig) -> DictConfig:
             config.algorithm.filter_groups = {"enable": True, "metric": metric}
     _check_rows(config)
     _check_audit(config)
+    _check_kl(config)
     if settings.max_action_tokens > config.data.max_response_length:
         raise ValueError(
             f"multiturn.max_action_tokens={settings.max_action_tokens} exceeds "
@@ -101,6 +103,7 @@ def _check_choices(config: DictConfig) -> None:
         ("multiturn.row", settings.row, LAYOUTS),
         ("multiturn.small_model.imitate", settings.small_model.imitate, ("played", "expert")),
         ("multiturn.information.rule", settings.information.rule, RULES),
+        ("multiturn.kl_aggregation", settings.kl_aggregation, KL),
         ("trainer.v1.trainer_mode", config.trainer.v1.trainer_mode, MODES),
     ):
         if value not in valid and not (key == "multiturn.algorithm" and ":" in value):
@@ -180,6 +183,11 @@ def _check_vine(config: DictConfig) -> None:
     """Where the values of vineppo are to come from."""
     settings, mode = config.multiturn, config.trainer.v1.trainer_mode
     vine = Vine.of(plain(settings), config.actor_rollout_ref.rollout.n)
+    if settings.vineppo.scope == "minibatch" and config.actor_rollout_ref.actor.shuffle:
+        raise ValueError(
+            "multiturn.vineppo.scope=minibatch whitens the rows that an update takes, and actor_rollout_ref."
+            "actor.shuffle=true draws them later: use shuffle=false, or scope=batch"
+        )
     if mode == "colocate_async":
         raise ValueError(
             "trainer.v1.trainer_mode=colocate_async changes the weights under running episodes, and vineppo "
@@ -190,6 +198,24 @@ def _check_vine(config: DictConfig) -> None:
         raise ValueError(
             f'{settings.env} declares snapshots = "none", and vineppo plays on from snapshots: use another '
             "algorithm, or multiturn.vine.rollouts=0"
+        )
+
+
+def _check_kl(config: DictConfig) -> None:
+    """What `multiturn.kl_aggregation` changes, if it is not verl's."""
+    actor = config.actor_rollout_ref.actor
+    if config.multiturn.kl_aggregation == "verl":
+        return
+    if not actor.use_kl_loss:
+        raise ValueError(
+            "multiturn.kl_aggregation=sequence_sum is of a KL that actor_rollout_ref.actor.use_kl_loss=false "
+            "leaves out: leave it out, too, or set use_kl_loss=true"
+        )
+    if actor.loss_agg_mode != "token-mean":
+        raise ValueError(
+            "multiturn.kl_aggregation=sequence_sum converts verl's mean over tokens, and "
+            f"actor_rollout_ref.actor.loss_agg_mode is {actor.loss_agg_mode}: use token-mean (with "
+            "seq-mean-token-sum verl's KL is that sum already)"
         )
 
 
@@ -249,6 +275,11 @@ def _check_archer(config: DictConfig) -> None:
 
 def _check_rewards(settings: DictConfig) -> None:
     """Settings of the rewards that the run's algorithm would not see, or that would count twice."""
+    if settings.information.ema is not None and settings.information.ema >= 1:
+        raise ValueError(
+            f"multiturn.information.ema={settings.information.ema:g} would never take in a new std: use less "
+            "than 1, the paper's code 0.9"
+        )
     rule, name = group_filter(plain(settings.filter)), settings.algorithm
     normalize = Normalize(**plain(settings.normalize))
     if settings.turn_rewards is not None and name not in ("ppo", *TOKEN_ALGORITHMS):
@@ -281,8 +312,8 @@ def turn_rewards(settings: DictConfig) -> bool:
 
 def keywords(settings: DictConfig) -> dict[str, Any]:
     """The keywords of the run's algorithm: its own block, or `multiturn.keywords` for a user's own."""
-    block = settings.keywords if ":" in settings.algorithm else settings.get(settings.algorithm, {})
-    return plain(OmegaConf.create(block))
+    block = settings.keywords if ":" in settings.algorithm else settings.get(settings.algorithm)
+    return {} if block is None else plain(block)
 
 
 def list_trainable() -> tuple[str, ...]:

@@ -64,6 +64,8 @@ def _rules(config: DictConfig) -> Iterator[tuple[str, str]]:
             yield rf"multiturn\.{other}\..+", f"multiturn.algorithm is {settings.algorithm}"
     if settings.algorithm != "vineppo":
         yield r"multiturn\.vine\..+", f"multiturn.algorithm is {settings.algorithm}"
+    elif settings.vine.horizon is None:
+        yield r"multiturn\.vine\.horizon_value", "multiturn.vine.horizon is null: nothing is cut"
     if settings.audit.every is None:
         yield r"multiturn\.audit\..+", "multiturn.audit.every is null: no values are audited"
     if settings.algorithm != "qvalue":

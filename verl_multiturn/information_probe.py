@@ -4,6 +4,7 @@ Every sampled reasoning is put behind every sampled prompt and scored by the act
 short rows. `algorithms/information.py` makes the estimates of the log-probabilities.
 """
 
+from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from verl_multiturn.algorithms.information import mutual_information, sample_pai
 from verl_multiturn.rollout.rows import Rows
 
 PARTITION = "information"
-CLOSE = "</think>"
+OPEN, CLOSE = "<think>", "</think>"
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,7 @@ class InformationProbe:
     """n reasonings and the P distinct prompts that they answered.
 
     Attributes:
-        prompts: P lists of token ids, all that stood before a reasoning.
+        prompts: P lists of token ids, all that stood before a reasoning, `<think>` included.
         reasonings: n lists of token ids.
         own: (n,) index of each reasoning's own prompt.
     """
@@ -54,7 +55,8 @@ class InformationProbe:
             prompts: token ids of its rows.
             responses: likewise.
             decode: ids to text.
-            think: a reasoning ends with `</think>`; False: the whole utterance is one.
+            think: a reasoning stands between `<think>`, the end of its prompt, and `</think>`, which is cut;
+                False: the whole utterance is one.
             samples: of `sample_pairs`, n there.
             rule: of `sample_pairs`.
             rng: of `sample_pairs`.
@@ -63,9 +65,9 @@ class InformationProbe:
         for row, record, _ in rows.places:
             start, stop = record["span"]
             spoken = list(responses[row][start:stop])
-            size = _reasoning(spoken, decode) if think else len(spoken)
-            before = [*prompts[row], *responses[row][:start]]
-            sessions[rows.keys[row].rsplit("_", 1)[0]].append((record["index"], before, spoken[:size]))
+            first, last = _reasoning(spoken, decode) if think else (0, len(spoken))
+            before = [*prompts[row], *responses[row][: start + first]]
+            sessions[rows.keys[row].rsplit("_", 1)[0]].append((record["index"], before, spoken[first:last]))
         turns = [sorted(session, key=lambda turn: turn[0]) for session in sessions.values()]
         sizes = [[len(reasoning) for _, _, reasoning in session] for session in turns]
         drawn = [turns[i][t] for i, t in sample_pairs(sizes, samples, rng, rule)]
@@ -113,22 +115,40 @@ class InformationProbe:
         pairs = [(x, z) for z in self.reasonings for x in self.prompts]
         return pairs + [pairs[0]] * (count - len(pairs))
 
-    def estimates(self, data: TensorDict) -> dict[str, float]:
-        """`mutual_information` of what the actor wrote (`log_probs`, `response_mask` of the rows)."""
+    def estimates(
+        self, data: TensorDict, average: Callable[[float], float] | None = None
+    ) -> dict[str, float]:
+        """`mutual_information` of what the actor wrote (`log_probs`, `response_mask` of the rows).
+
+        `average` makes the std of the z-score of the sample's, e.g. its moving average over steps.
+        """
         log_probs = response_from_nested(data["log_probs"], data["response_mask"])
         n, P = len(self.reasonings), len(self.prompts)
         sums = [float(row.sum()) for row in log_probs.unbind()][: n * P]
         # A probability of 1 may round to one above it.
         L = np.minimum(np.array(sums), 0.0).reshape(n, P)
-        return mutual_information(L, [len(z) for z in self.reasonings], self.own)
+        lengths = [len(z) for z in self.reasonings]
+        found = mutual_information(L, lengths, self.own)
+        if average is None:
+            return found
+        std = average(found["mi_marginal_std"])
+        z_score = mutual_information(L, lengths, self.own, marginal_std=std)["mi_z_score"]
+        return found | {"mi_z_score": z_score}
 
 
-def _reasoning(spoken: list[int], decode: Callable[[list[int]], str]) -> int:
-    """How many of the tokens it takes to close the reasoning; 0: it is not closed."""
-    if CLOSE not in decode(spoken):
-        return 0
-    low, high = 1, len(spoken)
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (low, middle) if CLOSE in decode(spoken[:middle]) else (middle + 1, high)
-    return low
+def _reasoning(spoken: list[int], decode: Callable[[list[int]], str]) -> tuple[int, int]:
+    """Where the tokens of a reasoning begin and end; (0, 0): it is not closed.
+
+    A token that holds a part of a tag is none of the reasoning's.
+    """
+    text = decode(spoken)
+    opened = text.find(OPEN)
+    begin = 0 if opened < 0 else opened + len(OPEN)
+    if (end := text.find(CLOSE, begin)) < 0:
+        return 0, 0
+    sizes = range(len(spoken) + 1)
+
+    def written(size: int) -> int:
+        return len(decode(spoken[:size]))
+
+    return bisect_left(sizes, begin, key=written), bisect_right(sizes, end, key=written) - 1

@@ -17,7 +17,7 @@ from verl.utils import tensordict_utils as tu
 
 from verl_multiturn import metrics as run_metrics
 from verl_multiturn.algorithms import advantages
-from verl_multiturn.algorithms.vineppo import with_sibling_roots
+from verl_multiturn.algorithms.vineppo import whiten, with_horizon, with_sibling_roots
 from verl_multiturn.audit_metrics import audited, of_audit
 from verl_multiturn.collapse import detectors
 from verl_multiturn.compose import plain
@@ -25,6 +25,7 @@ from verl_multiturn.configure import TOKEN_ALGORITHMS, VERL_ALGORITHMS, keywords
 from verl_multiturn.errors import RunStopped
 from verl_multiturn.filtering import group_filter
 from verl_multiturn.heartbeat import Heartbeat
+from verl_multiturn.kl import set_kl
 from verl_multiturn.progress import Progress
 from verl_multiturn.rollout.loop import first_prompt
 from verl_multiturn.rollout.rows import Rows, to_records
@@ -36,7 +37,9 @@ from verl_multiturn.trainer_guard import GuardedRun, ResumedRun
 from verl_multiturn.trainer_q import QSteps
 from verl_multiturn.trainer_record import RecordedSteps
 from verl_multiturn.trainer_starpo import StarPOSteps
-from verl_multiturn.vine_metrics import of_vine
+from verl_multiturn.vine_metrics import of_values, of_vine
+
+MARGINAL_STD = "multiturn/mi_marginal_std/mean"
 
 
 class MultiTurnMixin(GuardedRun, RecordedSteps, StarPOSteps, QSteps, ArCHerSteps, ResumedRun):
@@ -53,6 +56,7 @@ class MultiTurnMixin(GuardedRun, RecordedSteps, StarPOSteps, QSteps, ArCHerSteps
         self.filter = group_filter(plain(self.settings.filter))
         self._filtered_out: list[dict[str, Any]] = []  # records of this step's groups that are not trained on
         self._kept_share, self._empty_steps = 1.0, 0
+        self._marginal_std: float | None = None
         self.detectors = detectors(plain(self.settings.collapse))
         self._val_records: list[dict[str, Any]] = []
         self._fetched = 0
@@ -83,6 +87,8 @@ class MultiTurnMixin(GuardedRun, RecordedSteps, StarPOSteps, QSteps, ArCHerSteps
         if self.settings.algorithm == "vineppo":
             for sentence in self._vine().biased:
                 self.progress.note(sentence)
+        if self.settings.kl_aggregation == "sequence_sum":
+            set_kl(self.actor_rollout_wg, self.config.actor_rollout_ref.actor)
         self._size_mini_batches("actor", self.actor_rollout_wg, "update_actor")
         if self.use_critic:
             self._size_mini_batches("critic", self.critic_wg, "train_mini_batch")
@@ -93,6 +99,8 @@ class MultiTurnMixin(GuardedRun, RecordedSteps, StarPOSteps, QSteps, ArCHerSteps
             RunWriter(self.settings.run, config, resume_step=self.global_steps or None) as self.writer,
         ):
             for step, recorded in self._recorded_metrics():
+                if self.settings.information.ema is not None and MARGINAL_STD in recorded:
+                    self._averaged(recorded[MARGINAL_STD])
                 for detector in self.detectors:
                     detector.update(step, recorded)
             self._complete_validation()
@@ -208,7 +216,7 @@ class MultiTurnMixin(GuardedRun, RecordedSteps, StarPOSteps, QSteps, ArCHerSteps
             updated["actor"] = self.config.actor_rollout_ref.actor.ppo_mini_batch_size
         if self.use_critic:
             updated["critic"] = self.config.critic.ppo_mini_batch_size
-        n = self.config.actor_rollout_ref.rollout.n
+        n, self._dp_size = self.config.actor_rollout_ref.rollout.n, dp_size
         self._mini_batches = {
             role: max(1, round(self._real_rows / (size * n))) for role, size in updated.items()
         }
@@ -280,9 +288,16 @@ class MultiTurnMixin(GuardedRun, RecordedSteps, StarPOSteps, QSteps, ArCHerSteps
         started = time.perf_counter()
         if name == "vineppo":
             vine = self._vine()
+            if vine.horizon is not None and vine.horizon_value == "group":
+                cut = [record.get("cut", 0.0) for _, record, _ in rows.places]
+                turns = with_horizon(turns, cut, vine.horizon, vine.gamma)
+            metrics |= of_vine(list(rows.sessions().values())) | of_values(turns.value)
             turns = with_sibling_roots(turns, vine.gamma, self.settings.vineppo.lam, vine.pooled)
-            metrics |= of_vine(list(rows.sessions().values()))
-        per_turn = advantages(name, turns, **keywords(self.settings))
+        given = keywords(self.settings)
+        apart = name == "vineppo" and given["whiten"] and given["scope"] == "minibatch"
+        per_turn = advantages(name, turns, **given | ({"whiten": False} if apart else {}))
+        if apart:
+            per_turn = whiten(per_turn, turns.tokens, self._updates_of(rows, batch))
         metrics["multiturn/advantage_seconds/mean"] = time.perf_counter() - started
         metrics |= run_metrics.of_turns(turns, per_turn, keywords(self.settings) if name == "gigpo" else {})
         if self.use_critic or name == "vineppo":
@@ -292,6 +307,12 @@ class MultiTurnMixin(GuardedRun, RecordedSteps, StarPOSteps, QSteps, ArCHerSteps
         target = per_turn + turns.value if self.use_critic else per_turn
         advantages_, returns = (rows.spread(x, data["response_mask"]) for x in (per_turn, target))
         return self._put(batch, advantages=advantages_, returns=returns)
+
+    def _updates_of(self, rows: Rows, batch: Any) -> list[int]:
+        """(N,) which mini-batch each turn is in: each device goes through its share in order."""
+        share = len(batch.keys) // self._dp_size
+        size = share // self._mini_batches.get("actor", 1)
+        return [row % share // size for row, _, _ in rows.places]
 
     # ------------------------------------------------------------------ validation
 

@@ -93,7 +93,8 @@ class RecordedSteps:
 
     def _recorded_metrics(self) -> list[tuple[int, dict[str, float]]]:
         """What a resumed run measured before its checkpoint."""
-        if not self.detectors or not self.global_steps:
+        averages = self.settings.information.ema is not None
+        if not (self.detectors or averages) or not self.global_steps:
             return []
         table = Run(self.settings.run).metrics
         return [(int(step), row.dropna().to_dict()) for step, row in table.iterrows()]

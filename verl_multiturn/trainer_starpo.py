@@ -38,6 +38,7 @@ class StarPOSteps:
     _filtered_out: list[dict[str, Any]]
     _kept_share: float
     _empty_steps: int
+    _marginal_std: float | None
     _rows: Any
     _record: Any
     _clear: Any
@@ -132,9 +133,16 @@ class StarPOSteps:
         data = tq.kv_batch_get(
             keys=keys, partition_id=PARTITION, select_fields=["log_probs", "response_mask"]
         )
-        metrics |= {f"multiturn/{name}/mean": value for name, value in probe.estimates(data).items()}
+        found = probe.estimates(data, None if settings.ema is None else self._averaged)
+        metrics |= {f"multiturn/{name}/mean": value for name, value in found.items()}
         self._clear(keys, PARTITION)
         metrics["multiturn/information_seconds/mean"] = time.perf_counter() - started
+
+    def _averaged(self, std: float) -> float:
+        """The moving average of `multiturn.information.ema`, with one more std in it."""
+        kept, before = self.settings.information.ema, self._marginal_std
+        self._marginal_std = std if before is None else kept * before + (1 - kept) * std
+        return self._marginal_std
 
     def _token_advantages(self, rows: Rows, batch: Any, metrics: dict[str, Any]) -> Any:
         fields = ["response_mask", "values"]

@@ -49,9 +49,25 @@ def test_rules(text, form, actions):
     assert list(parsed.actions) == (actions or [])
 
 
+@pytest.mark.parametrize(
+    ("text", "form", "thinks"),
+    [
+        ("<think>why</think><action>up</action>", THINKS, True),
+        ("<think>why</think>up", THINKS, True),  # what is missing is the action
+        ("<think>why</think><action> </action>", THINKS, True),
+        ("<think>why<action>up</action>", THINKS, False),
+        ("<action>up</action>", THINKS, False),
+        ("<think>why</think><answer>up</answer>", TAGGED, None),  # not asked for
+        ("up", TAGGED, None),
+    ],
+)
+def test_whether_it_thinks(text, form, thinks):
+    assert parse(text, form).thinks is thinks
+
+
 def test_a_thought_is_kept_and_a_tag_is_literal():
     whole = parse("<think> why </think><action>up</action>", THINKS)
-    assert whole == Parsed(("up",), True, "why")
+    assert whole == Parsed(("up",), True, "why", thinks=True)
     odd = ActionFormat(tag="a.c+", think=False)
     assert parse("<a.c+>up</a.c+>", odd).actions == ("up",)
     assert parse("<abcc>up</abcc>", odd) == INVALID

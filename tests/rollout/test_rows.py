@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import verl_multiturn as vm
-from verl_multiturn.rollout.rows import SIMILARITY, Rows, to_outputs, to_records
+from verl_multiturn.rollout.rows import SIMILARITY, Rows, scores, to_outputs, to_records
 from verl_multiturn.runs import to_turns
 from verl_multiturn.steps import numbered
 from verl_multiturn.turns import Trajectory, Turn, TurnBatch
@@ -33,7 +33,8 @@ def trajectory(group, sample, turns, terminated=True, texts=None):
         made.append(Turn(glue, utterance, log_probs, anchor, reward, action_text=f"say {t}", valid=valid))
         detail = {
             "observation": f"room {anchor}", "prompt": f"see {anchor}", "actions": [f"say {t}"],
-            "dropped_turns": 0, "dropped_actions": 0, "generate_seconds": 0.5, "env_seconds": 0.25,
+            "thinks": True, "dropped_turns": 0, "dropped_actions": 0, "generate_seconds": 0.5,
+            "env_seconds": 0.25,
             "extra": {"min_global_steps": 4 + t, "max_global_steps": 5 + t},
         }  # fmt: skip
         details.append(detail)
@@ -176,6 +177,20 @@ def test_every_row_carries_the_whole_return():
 def test_records_are_plain_json():
     for output in to_outputs(example()[0], "trajectory", keep_text=True):
         assert json.loads(json.dumps(output.extra_fields)) == json.loads(json.dumps(output.extra_fields))
+
+
+def test_what_makes_turns_invalid_adds_up():
+    """Four turns: all right, no thought, no action, an action the environment does not know."""
+    told = trajectory("a", 0, [turn(), *[turn(valid=False)] * 3])
+    for t, (thinks, actions) in enumerate([(True, ["up"]), (False, []), (True, []), (True, ["fly"])]):
+        told.info["details"][t] |= {"thinks": thinks, "actions": actions}
+    found = scores(told)
+    assert (found["valid"], found["valid_think"]) == (0.25, 0.75)
+    assert (found["missing_action"], found["unknown_action"]) == (0.25, 0.25)
+    assert 1 - found["valid"] == 1 - found["valid_think"] + found["missing_action"] + found["unknown_action"]
+    for detail in told.info["details"]:
+        detail["thinks"] = None
+    assert "valid_think" not in scores(told) and scores(told)["missing_action"] == 0.5
 
 
 def test_sessions():

@@ -21,9 +21,10 @@ from verl_multiturn.rollout.episode import Episode
 from verl_multiturn.rollout.parsing import ActionFormat
 from verl_multiturn.rollout.pool import EnvironmentFailure
 from verl_multiturn.rollout.prompts import Templates
+from verl_multiturn.rollout.rows import to_outputs
 from verl_multiturn.rollout.vine import VineEpisode
 from verl_multiturn.rollout.vine_config import Vine
-from verl_multiturn.vine_metrics import of_vine
+from verl_multiturn.vine_metrics import of_values, of_vine
 
 HERE = Path(__file__).parent
 ODD, OURS = HERE / "odd_environments.py", HERE / "vine_environments.py"
@@ -686,6 +687,23 @@ def test_a_horizon_ends_rollouts(world):
     assert steps_of(inner)[0][1]["value"] == pytest.approx(2 + 5, abs=3 * 10 * (0.25 / 100) ** 0.5)
 
 
+def test_what_a_horizon_cuts_is_counted(world):
+    """Six turns: from s_4 on they are over before the horizon is."""
+    here = world(always("1"), horizon=2, horizon_value="group", group=2)
+    found = here.play(2)
+    for trajectory in found:
+        assert values(trajectory)[1:] == [2, 2, 2, 2, 1]
+        cuts = [detail["cut"] for detail in trajectory.info["details"]]
+        assert cuts == [0, 1, 1, 1, 0, 0]
+        (row,) = to_outputs(trajectory, "trajectory")
+        assert [turn["cut"] for turn in row.extra_fields["turns"]] == cuts
+    ends = world(lambda call, text: "1" if call.primary else "stop", horizon=2, horizon_value="group")
+    (trajectory,) = ends.play()
+    assert [detail["cut"] for detail in trajectory.info["details"]] == [0] * 6  # the environment ended them
+    plain = world(always("1"), horizon=2, group=2).play(2)
+    assert all("cut" not in detail for one in plain for detail in one.info["details"])
+
+
 def test_states_between_two_that_agree_are_left_out(world):
     """No chance anywhere: what is paid between the ends is all that their values differ by."""
     here = world(always("1"), select="bisect")
@@ -747,11 +765,23 @@ def test_more_rollouts_where_few_do_not_agree(world, split):
     assert play("222" + "2" * 8) == (2, 11)  # not in [0, 1]: nothing is known of such an interval
 
 
+def test_returns_that_adaptive_cannot_judge_are_said_once_and_counted(world, caplog):
+    here = world(always("2"), rollouts=4, adaptive=2)
+    (trajectory,) = here.play()
+    assert trajectory.info["vine"]["outside"] == 5
+    (said,) = [one.getMessage() for one in caplog.records if "adaptive" in one.getMessage()]
+    assert re.search(r"needs returns in \[0, 1\], and one is \d+: such states get all 2 \+ 4 rollouts", said)
+    here = world(lambda call, text: "1" if len(text.split("'")) > 10 else "0", rollouts=4, adaptive=2)
+    assert here.play()[0].info["vine"]["outside"] == 0
+
+
 def test_what_is_biased_is_said():
     assert Vine().biased == [] and not Vine().later
     said = " ".join(Vine(horizon=3, select="bisect", agreeing_groups="skip", adaptive=2).biased)
     assert all(f"multiturn.vine.{key} is biased" in said
                for key in ("horizon=3", "select=bisect", "agreeing_groups=skip", "adaptive=2"))  # fmt: skip
+    group = " ".join(Vine(horizon=3, horizon_value="group", tail="zero", max_states=5).biased)
+    assert "count what they were to the others of the group" in group and "tail=zero is biased" in group
     with pytest.raises(ValueError, match="root=both weighs K rollouts"):
         Vine(adaptive=2, root="both")
     with pytest.raises(ValueError, match=r"unknown value of multiturn\.vine\.select 'bisection'"):
@@ -763,7 +793,7 @@ def test_metrics():
         "states": 4, "holes": 1, "unique_states": 3, "rollouts": 9, "failed": 3, "mismatches": 2, "turns": 20,
         "tokens": 100, "truncated": 3, "return_std": 0.5, "error": "x", "tail_seconds": 2.0,
         "naive_tokens": 400, "read": 50, "cached": 40, "ended": 10.0,
-        "skipped_states": 6,
+        "skipped_states": 6, "outside": 2,
     }  # fmt: skip
     nothing = dict.fromkeys(count, 0)
     found = of_vine([{"vine": count}, {"vine": nothing | {"ended": 11.0}}])
@@ -771,11 +801,16 @@ def test_metrics():
         "states": 2, "unique_states": 1.5, "rollouts": 4.5, "failed": 1.5, "mismatches": 1, "turns": 10,
         "tokens": 50, "tail_seconds": 1, "failed_share": 1 / 3, "truncated_share": 0.5, "hole_share": 0.25,
         "return_std": 0.5, "skipped_states": 3, "tokens_share": 0.25, "cached_share": 0.8,
-        "last_tail_seconds": 1,
+        "last_tail_seconds": 1, "outside": 1, "rollouts_per_state": 3,
     }  # fmt: skip
     assert found == pytest.approx({f"multiturn/vine_{name}/mean": one for name, one in expected.items()})
     empty = of_vine([{"vine": nothing}])
     assert "multiturn/vine_cached_share/mean" not in empty and set(empty.values()) == {0.0}
+    assert of_values(np.array([np.nan, 1.0, 0.0])) == {
+        "multiturn/vine_value/mean": 0.5,
+        "multiturn/vine_value_std/mean": 0.5,
+    }
+    assert of_values(np.array([np.nan])) == {}
 
 
 # ------------------------------------------------------------------ as verl calls it
@@ -824,12 +859,47 @@ def test_values_come_from_rollouts_not_from_a_critic(config):
         (["multiturn.vine.max_states=0"], "leave no state with rollouts"),
         (["actor_rollout_ref.rollout.n=1"], "rollout.n=1 leaves none: use root=rollouts"),
         (["multiturn.vineppo.lam=2"], "VinePPOConfig.lam must be in"),
+        (["multiturn.vineppo.tail=zero"], "no credit to steps behind multiturn.vine.max_states=null"),
+        (["multiturn.vineppo.tail=none"], "unknown VinePPOConfig.tail 'none'"),
+        (["multiturn.vineppo.scope=micro"], "unknown VinePPOConfig.scope 'micro'"),
+        (
+            ["multiturn.vineppo.scope=minibatch", "actor_rollout_ref.actor.shuffle=true"],
+            "shuffle=true draws them later",
+        ),
+        (["multiturn.vine.horizon_value=critic"], "unknown value of multiturn.vine.horizon_value 'critic'"),
+        (["multiturn.vine.horizon_value=group"], "of a multiturn.vine.horizon over whole turns: set it"),
+        (
+            [
+                *("multiturn.vine.horizon=2", "multiturn.vine.horizon_value=group"),
+                *("multiturn.vine.splitter=line", "multiturn.vineppo.gamma=1"),
+            ],
+            "and splitter=turn",
+        ),
+        (["multiturn.kl_aggregation=sum"], "unknown value of multiturn.kl_aggregation 'sum'"),
+        (
+            ["multiturn.kl_aggregation=sequence_sum", "actor_rollout_ref.actor.use_kl_loss=false"],
+            "use_kl_loss=false leaves out",
+        ),
+        (
+            [
+                "multiturn.kl_aggregation=sequence_sum",
+                "actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-sum",
+            ],
+            "verl's KL is that sum already",
+        ),
         (["trainer.v1.trainer_mode=colocate_async"], "vineppo needs values of the policy that it trains"),
     ],
 )
 def test_refused(composed, overrides, words):
     with pytest.raises(ValueError, match=words):
         composed(*overrides)
+
+
+def test_the_authors_settings_of_a_capped_episode(composed):
+    config = composed("multiturn.vine.max_states=25", "multiturn.vineppo.tail=zero")
+    given = configure.keywords(config.multiturn)
+    assert (given["cap"], given["tail"], given["scope"]) == (25, "zero", "batch")
+    assert configure.keywords(composed().multiturn)["cap"] is None
 
 
 def test_snapshots_are_needed_for_rollouts_only(composed):

@@ -11,12 +11,15 @@ turn, or a piece that `split_steps` cut. λ, of ours, mixes in what really follo
 Where the authors' code differs:
 * behind a cap of M states the code gives the steps an advantage of 0, which drops their gradient;
   here they share that of step M (tail="merge"); tail="zero" is the code's;
+* a horizon of the continuations, of ours, may be bridged by what followed in the group (`with_horizon`);
 * a state without a value is a hole: the steps from one known state to the next share an advantage;
-* whitening has the scope that it is given; the code's is the micro-batch of each device.
+* whitening has the scope that it is given; the code's is the micro-batch of each device, in the authors'
+  settings a mini-batch (scope="minibatch").
 """
 
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import Literal
 
 import numpy as np
 
@@ -26,6 +29,8 @@ from verl_multiturn.errors import unknown
 from verl_multiturn.returns import returns_to_go
 from verl_multiturn.turns import TurnBatch
 
+TAILS = ("merge", "zero")
+
 
 @dataclass(frozen=True)
 class VinePPOConfig(Config):
@@ -33,12 +38,17 @@ class VinePPOConfig(Config):
 
     gamma: float = 1.0  # discount from turn to turn
     lam: float = 0.0  # λ: 0 is the paper
-    whiten: bool = False  # over the trained tokens of the batch that is given
+    whiten: bool = False  # over the trained tokens of the scope
+    cap: int | None = None  # M: only s_0 … s_M count as known
+    tail: Literal["merge", "zero"] = "merge"  # steps behind them: with step M, or no advantage (biased)
+    scope: Literal["batch", "minibatch"] = "batch"  # a mini-batch is known in a run only
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.check_range("gamma", 0, 1)
         self.check_range("lam", 0, 1)
+        if self.cap is not None:
+            self.check_range("cap", 0)
 
 
 @register("vineppo", VinePPOConfig, needs=("reward", "value"))
@@ -49,7 +59,11 @@ def vineppo(turns: TurnBatch, config: VinePPOConfig) -> Floats:
     turn must have one (`sibling_root` needs no rollouts). V after the last turn is 0, truncated or
     not: the limits are part of the state, and its continuations ran under the same ones.
     """
-    A = _segments(turns, config.gamma, config.lam)
+    if config.whiten and config.scope != "batch":
+        raise ValueError(
+            "scope=minibatch: which turns share an update is known in a run only; use scope=batch."
+        )
+    A = _segments(_capped(turns, config), config.gamma, config.lam)
     return whiten(A, weights=turns.tokens) if config.whiten else A
 
 
@@ -77,24 +91,45 @@ def vine_advantages(
         cap: M: only s_0 … s_M count as known.
         tail: behind the cap, "merge" all steps with step M, or give them "zero" (biased).
     """
-    if tail not in ("merge", "zero"):
-        raise unknown("tail", tail, ["merge", "zero"])
+    if tail not in TAILS:
+        raise unknown("tail", tail, TAILS)
     if cap is not None and (not isinstance(cap, int | np.integer) or isinstance(cap, bool) or cap < 0):
         raise ValueError(f"cap must be a whole number of at least 0, or None, not {cap!r}.")
     r = floats("rewards", rewards, len(rewards))
     V = floats("values", values, len(values))
     if len(r) != len(V):
         raise ValueError(f"values has {len(V)} entries, but rewards has {len(r)}.")
-    config = VinePPOConfig(gamma=gamma, lam=lam)  # checks both
-    first = len(r) if cap is None else cap + 1  # of the tail
-    V[first:] = np.nan
-    if tail == "zero":
-        following = 0.0
-        for t in reversed(range(first, len(r))):
-            V[t] = following = r[t] + gamma * following  # what makes A_t = 0
+    config = VinePPOConfig(gamma, lam, cap=None if cap is None else int(cap), tail=tail)
     one = [0] * len(r)
     turns = TurnBatch.from_lists(group=one, trajectory=one, index=range(len(r)), reward=r, value=V)
     return vineppo(turns, config)
+
+
+def with_horizon(turns: TurnBatch, cut: Column, horizon: int, gamma: float = 1.0) -> TurnBatch:
+    """The batch with values that look past a horizon of H turns, by what followed in the group.
+
+        V(s_t) += γ^H p_t · mean_{j ≠ i} G_j(t + H),   G_j = 0 behind the end of trajectory j
+
+    Without the trajectory's own return V stays independent of its actions. Biased all the same: the others
+    are in other states by then. Nothing is added where there are no others.
+
+    Args:
+        turns: V(s_t) of continuations of at most H turns; nan stays nan.
+        cut: (N,), p_t, the share of the continuations from s_t that the horizon ended.
+        horizon: H.
+        gamma: γ, from turn to turn.
+    """
+    p, G = floats("cut", cut, len(turns)), returns_to_go(turns, gamma)
+    last = int(turns.index.max(initial=0)) + horizon + 1
+    own = np.zeros((len(turns.starts), last))
+    own[turns.trajectory_code, turns.index] = G
+    groups = turns.group_code[turns.order[turns.starts]]  # of each trajectory
+    sums = np.zeros((int(groups.max(initial=-1)) + 1, last))
+    np.add.at(sums, groups, own)
+    others = np.bincount(groups)[turns.group_code] - 1
+    later = turns.index + horizon
+    rest = sums[turns.group_code, later] - own[turns.trajectory_code, later]
+    return replace(turns, value=turns.value + gamma**horizon * p * rest / np.maximum(others, 1))
 
 
 def sibling_root(returns: Column, extra: Column = ()) -> Floats:
@@ -202,6 +237,14 @@ def kl_coefficient(coefficient: float, lengths: Column) -> float:
     if not len(T) or (T < 0).any():
         raise ValueError("lengths must be of one response at least, and none negative.")
     return float(coefficient * T.mean())
+
+
+def _capped(turns: TurnBatch, config: VinePPOConfig) -> TurnBatch:
+    """The batch without values behind the cap; with tail="zero" they are what makes A = 0."""
+    if config.cap is None:
+        return turns
+    tail = returns_to_go(turns, config.gamma) if config.tail == "zero" else np.nan
+    return replace(turns, value=np.where(turns.index > config.cap, tail, turns.value))
 
 
 def _followed(turns: TurnBatch, gamma: float, lam: float) -> Floats:

@@ -6,6 +6,7 @@ environment, and the budgets that are left. Its value is the mean return of what
 
 import asyncio
 import hashlib
+import logging
 import math
 from array import array
 from collections.abc import Callable, Iterator
@@ -27,6 +28,8 @@ from verl_multiturn.turns import Trajectory
 
 Key = tuple[Any, ...]
 
+log = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -38,6 +41,7 @@ class Outcome:
     read: int = 0  # tokens of its prompts, where the server says how many were cached
     cached: int = 0  # of those
     truncated: bool = False
+    cut: bool = False  # by the horizon, where the environment's limits would have let it play on
     error: str = ""
     mismatch: bool = False  # the error: a replay showed something else than before
 
@@ -56,6 +60,7 @@ class Continuation(Episode):
     seen: Observed = field(kw_only=True)
     prompt: NextPrompt = field(kw_only=True)
     said: list[int] = field(kw_only=True)  # the utterance so far
+    shortened: bool = field(kw_only=True)  # its limit of turns is a horizon
     read: int = 0
     cached: int = 0
 
@@ -97,7 +102,10 @@ class Continuation(Episode):
         rewards = [turn.reward - (0.0 if turn.valid else settings.penalty) for turn in turns]
         value = sum(settings.gamma**j * r for j, r in enumerate(rewards))
         written += sum(len(turn.action_ids) for turn in turns)
-        return Outcome(value, len(turns), written, self.read, self.cached, trajectory.truncated)
+        most = self.limits.max_turns or math.inf
+        cut = self.shortened and trajectory.truncated and len(trajectory.turns) >= most
+        cut = cut and trajectory.info["truncation"] == "turns" and self._actions_left() != 0
+        return Outcome(value, len(turns), written, self.read, self.cached, trajectory.truncated, cut)
 
 
 class Branching(Episode):
@@ -129,9 +137,11 @@ class Branching(Episode):
     ) -> Callable[[int], Continuation]:
         """What makes the k-th continuation from here; all have chances of their own."""
         shared = {one.name: getattr(self, one.name) for one in fields(Episode)}
+        shortened = False
         if horizon is not None:
-            most = min(self.limits.max_turns or seen.max_turns, len(self.turns) + horizon)
-            shared["limits"] = replace(self.limits, max_turns=most)
+            most = self.limits.max_turns or seen.max_turns
+            shortened = len(self.turns) + horizon < most
+            shared["limits"] = replace(self.limits, max_turns=min(most, len(self.turns) + horizon))
         # A layout replaces its lists, it never changes them.
         shared |= {"layout": copy(self.layout), "turns": list(self.turns), "details": []}
         view = replace(view, past=list(view.past))
@@ -146,7 +156,8 @@ class Branching(Episode):
                 "details": [],
                 "view": replace(view, past=list(view.past)),
             }
-            return Continuation(**shared | own, taken=taken, seed=mine, seen=seen, prompt=prompt, said=said)
+            state = {"taken": taken, "seen": seen, "prompt": prompt, "said": said}
+            return Continuation(**shared | own | state, seed=mine, shortened=shortened)
 
         return make
 
@@ -161,6 +172,7 @@ class Rollouts:
     used: list[Outcome] = field(default_factory=list)  # for the value, once all have ended
     holders: int = 0  # trajectories that wait for them
     counted: bool = False  # in the numbers of one of them
+    outside: bool = False  # some of the first returns left [0, 1], where `adaptive` knows nothing of them
 
     def begin(self, vines: "Vines") -> asyncio.Task[list[Outcome]]:
         """Start them, unless that was done; what they come to is the task's result."""
@@ -172,6 +184,7 @@ class Rollouts:
         settings, first = vines.settings, list[Outcome]()
         if settings.adaptive is not None:
             first = self.used = await self._some(vines, range(settings.adaptive), last=False)
+            self.outside = vines.leaves_the_interval(self.returns)
             if settings.sure(self.returns):
                 self.make = None
                 return first
@@ -204,6 +217,12 @@ class Rollouts:
     def returns(self) -> list[float]:
         """Of those that count and were played to their end."""
         return [outcome.value for outcome in self.used if not outcome.error]
+
+    @property
+    def cut(self) -> float:
+        """Share of those that the horizon ended."""
+        counted = [outcome.cut for outcome in self.used if not outcome.error]
+        return float(np.mean(counted)) if counted else 0.0
 
     @property
     def value(self) -> float:
@@ -240,6 +259,21 @@ class Vines:
         self.settings = settings
         self.free = asyncio.Semaphore(settings.max_inflight)
         self.groups: dict[str, Group] = {}
+        self.warned = False
+
+    def leaves_the_interval(self, returns: list[float]) -> bool:
+        """Whether a return is outside of [0, 1], which `Vine.adaptive` needs; said once."""
+        strange = [value for value in returns if not 0 <= value <= 1]
+        if strange and not self.warned:
+            self.warned = True
+            log.warning(
+                "multiturn.vine.adaptive needs returns in [0, 1], and one is %g: such states get all %s + %s "
+                "rollouts (multiturn/vine_outside/mean counts them); scale rewards, or leave adaptive out",
+                strange[0],
+                self.settings.adaptive,
+                self.settings.rollouts,
+            )
+        return bool(strange)
 
     @contextmanager
     def group(self, uid: str) -> Iterator[Group]:

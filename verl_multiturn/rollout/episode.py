@@ -242,6 +242,7 @@ class Episode:
                 "observation": before.observation,
                 "prompt": prompt.text,
                 "actions": list(actions) if parsed.valid else [],
+                "thinks": parsed.thinks,
                 "dropped_turns": prompt.dropped_turns,
                 "dropped_actions": prompt.dropped_actions,
                 "generate_seconds": generate_seconds,

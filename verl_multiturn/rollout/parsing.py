@@ -1,6 +1,6 @@
 """What an utterance says: the thought and the actions, or that it has no valid form. Pure text."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -21,18 +21,22 @@ class ActionFormat:
 
 @dataclass(frozen=True)
 class Parsed:
-    """An utterance taken apart. `actions` is empty exactly where `valid` is false."""
+    """An utterance taken apart. `actions` is empty exactly where `valid` is false.
+
+    `thinks`: a thought stands in it, opened and closed; None where the form asks for none.
+    """
 
     actions: tuple[str, ...]
     valid: bool
     thought: str = ""
+    thinks: bool | None = None
 
 
 INVALID = Parsed((), False)
 
 
 def parse(text: str, form: ActionFormat) -> Parsed:
-    """Take the actions out of an utterance; anything out of form is `INVALID`, never an error.
+    """Take the actions out of an utterance; anything out of form has none and is not valid, never an error.
 
     The first complete tag pair counts, as in the authors' projections (GiGPO, RAGEN); a thought
     must be closed before it.
@@ -41,16 +45,17 @@ def parse(text: str, form: ActionFormat) -> Parsed:
     if form.think:
         found = _between(text, "think")
         if found is None:
-            return INVALID
+            return replace(INVALID, thinks=False)
         thought, text = found[0].strip(), found[1]
+    lacking = replace(INVALID, thinks=True) if form.think else INVALID
     if form.tag is not None:
         found = _between(text, form.tag)
         if found is None:
-            return INVALID
+            return lacking
         text = found[0]
     parts = text.split(form.separator) if form.max_actions > 1 else [text]
     actions = tuple(part.strip() for part in parts if part.strip())[: form.max_actions]
-    return Parsed(actions, True, thought) if actions else INVALID
+    return Parsed(actions, True, thought, lacking.thinks) if actions else lacking
 
 
 def _between(text: str, tag: str) -> tuple[str, str] | None:

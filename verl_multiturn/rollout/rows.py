@@ -86,14 +86,25 @@ def to_outputs(
 
 
 def scores(trajectory: Trajectory) -> dict[str, float]:
-    """What verl reports of a validation episode under `val-aux`."""
-    return {
+    """What verl reports of a validation episode under `val-aux`.
+
+    1 − valid is the sum of three shares of turns: those without a closed thought (1 − valid_think, left out
+    where none is asked for), those that lack the action only (missing_action), and those with one that the
+    environment does not know (unknown_action).
+    """
+    turns = trajectory.turns
+    told = list(zip(turns, trajectory.info["details"], strict=True))
+    thinks = [detail["thinks"] for _, detail in told]
+    found = {
         "success": float(bool(trajectory.success)),
         "return": trajectory.episode_return,
-        "turns": float(len(trajectory.turns)),
-        "valid": float(np.mean([turn.valid for turn in trajectory.turns])),
+        "turns": float(len(turns)),
+        "valid": float(np.mean([turn.valid for turn in turns])),
+        "missing_action": float(np.mean([d["thinks"] is not False and not d["actions"] for _, d in told])),
+        "unknown_action": float(np.mean([bool(d["actions"]) and not turn.valid for turn, d in told])),
         "truncated": float(trajectory.truncated),
     }
+    return found if None in thinks else found | {"valid_think": float(np.mean(thinks))}
 
 
 def _lay_out(
@@ -129,8 +140,7 @@ def _lay_out(
             **{name: detail[name] for name in ("dropped_turns", "dropped_actions")},
             **{name: detail[name] for name in ("generate_seconds", "env_seconds")},
         }
-        if "steps" in detail:
-            record["steps"] = detail["steps"]
+        record |= {name: detail[name] for name in ("steps", "cut") if name in detail}
         if keep_text:
             record[SIMILARITY] = detail["observation"]
         records.append(record)

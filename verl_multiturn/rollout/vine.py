@@ -70,6 +70,9 @@ class VineEpisode(Branching):
 
         for t, turn in enumerate(trajectory.turns):
             trajectory.turns[t] = replace(turn, value=value(t, 0))
+            if self.vines.settings.horizon_value == "group":
+                key = self.held.get((t, 0))
+                self.details[t]["cut"] = 0.0 if key is None else self.group.states[key].cut
             if self.vines.settings.within:
                 ends = [*self.cuts[t][1:], len(turn.action_ids)]
                 self.details[t]["steps"] = [
@@ -194,6 +197,7 @@ class VineEpisode(Branching):
             "holes": sum(math.isnan(rollouts.value) for rollouts in states),
             "unique_states": len(mine),
             "skipped_states": self.skipped,
+            "outside": sum(rollouts.outside for rollouts in mine),
             "rollouts": len(outcomes),
             "failed": len(errors),
             "mismatches": sum(outcome.mismatch for outcome in outcomes),

@@ -9,6 +9,7 @@ from verl_multiturn.stats import wilson
 from verl_multiturn.steps import SPLITTERS, WITHIN
 
 ROOTS = ("siblings", "rollouts", "both")
+HORIZON_VALUES = ("zero", "group")
 DEDUPE = ("state", "history", "none")
 
 
@@ -28,8 +29,9 @@ class Vine:
         every: every so many steps a state gets some; the steps between two share their credit.
         dedupe: states are equal whose prompt, budgets and state key are ("state"), whose history of
             observations and actions is, too ("history"), or never ("none").
-        horizon: H: continuations end after so many turns, and what would follow counts 0; None: they are
-            played to their end.
+        horizon: H: continuations end after so many turns; None: they are played to their end.
+        horizon_value: what would follow counts 0 ("zero"), or what it brought the others of the "group" on
+            average, from the same turn on (`with_horizon`).
         select: "all" states, or "bisect": states between two get none where all returns of both say the
             same. Those steps then share their credit.
         agreeing_groups: "skip" them: without continuations where a group's returns are all equal.
@@ -40,6 +42,7 @@ class Vine:
         max_inflight: continuations that a rollout worker plays at the same time.
         gamma: γ, from turn to turn.
         penalty: what a turn without a valid action costs in training.
+        tail: of `multiturn.vineppo`.
         group: n, trajectories of a prompt.
     """
 
@@ -51,6 +54,7 @@ class Vine:
     every: int = 1
     dedupe: str = "state"
     horizon: int | None = None
+    horizon_value: str = "zero"
     select: str = "all"
     agreeing_groups: str = "keep"
     adaptive: int | None = None
@@ -59,6 +63,7 @@ class Vine:
     max_inflight: int = 256
     gamma: float = 1.0
     penalty: float = 0.0
+    tail: str = "merge"
     group: int = 8
 
     def __post_init__(self) -> None:
@@ -66,6 +71,7 @@ class Vine:
             raise unknown("value of multiturn.vine.splitter", self.splitter, SPLITTERS)
         for name, valid in (
             ("root", ROOTS),
+            ("horizon_value", HORIZON_VALUES),
             ("dedupe", DEDUPE),
             ("select", ("all", "bisect")),
             ("agreeing_groups", ("keep", "skip")),
@@ -82,6 +88,16 @@ class Vine:
             raise ValueError(
                 "multiturn.vine.root=both weighs K rollouts with the siblings, and multiturn.vine.adaptive "
                 "lets their number differ: use root=siblings or root=rollouts"
+            )
+        if self.horizon_value == "group" and (self.horizon is None or self.splitter != "turn"):
+            raise ValueError(
+                "multiturn.vine.horizon_value=group is of a multiturn.vine.horizon over whole turns: set it, "
+                "and splitter=turn, or leave horizon_value out"
+            )
+        if self.tail == "zero" and self.max_states is None:
+            raise ValueError(
+                "multiturn.vineppo.tail=zero gives no credit to steps behind multiturn.vine.max_states=null: "
+                "set it (the authors: 25 on GSM8K), or leave tail out"
             )
         self._check_states()
 
@@ -110,7 +126,8 @@ class Vine:
     @classmethod
     def of(cls, settings: Mapping[str, Any], group: int) -> Self:
         """Of a run: its group `multiturn`, and its `rollout.n`."""
-        more = {"gamma": settings["vineppo"]["gamma"], "penalty": settings["format_penalty"]}
+        own = settings["vineppo"]
+        more = {"gamma": own["gamma"], "tail": own["tail"], "penalty": settings["format_penalty"]}
         return cls(**settings["vine"], **more, group=group)
 
     @property
@@ -126,8 +143,9 @@ class Vine:
     @property
     def biased(self) -> list[str]:
         """What saves continuations at the price of a bias, a key and what it does each; logged."""
+        behind = "0" if self.horizon_value == "zero" else "what they were to the others of the group"
         found = {
-            f"horizon={self.horizon}": "rewards behind the horizon count 0" if self.horizon else "",
+            f"horizon={self.horizon}": f"rewards behind the horizon count {behind}" if self.horizon else "",
             "select=bisect": "states between two that agree get no value" if self.select == "bisect" else "",
             "agreeing_groups=skip": "groups whose returns agree get none"
             if self.agreeing_groups == "skip"
@@ -136,7 +154,9 @@ class Vine:
             if self.adaptive
             else "",
         }
-        return [f"multiturn.vine.{key} is biased: {why}" for key, why in found.items() if why]
+        said = [f"multiturn.vine.{key} is biased: {why}" for key, why in found.items() if why]
+        tail = "multiturn.vineppo.tail=zero is biased: steps behind max_states are not trained"
+        return [*said, tail] if self.tail == "zero" else said
 
     def sure(self, returns: Sequence[float]) -> bool:
         """Whether these returns, in [0, 1], have a Wilson interval no wider than `adaptive_width`."""
