@@ -350,7 +350,7 @@ def test_vineppos_values_are_audited_with_the_siblings_roots(trainer, queue):
     vine = dict.fromkeys(
         ("states", "holes", "unique_states", "rollouts", "failed", "mismatches", "turns", "tokens"), 0
     )
-    vine |= {"skipped_states": 0, "naive_tokens": 8, "read": 0, "cached": 0, "ended": 0.0}
+    vine |= {"skipped_states": 0, "outside": 0, "naive_tokens": 8, "read": 0, "cached": 0, "ended": 0.0}
     vine |= {"truncated": 0, "return_std": 0.0, "tail_seconds": 0.0}
     audit = {"rollouts": 2, "failed": 0, "tokens": 9, "seconds": 1.0, "returns": {"0": [0.0, 1.0]}}
     rows = {
