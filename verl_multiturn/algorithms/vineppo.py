@@ -99,7 +99,8 @@ def vine_advantages(
     V = floats("values", values, len(values))
     if len(r) != len(V):
         raise ValueError(f"values has {len(V)} entries, but rewards has {len(r)}.")
-    config = VinePPOConfig(gamma, lam, cap=None if cap is None else int(cap), tail=tail)
+    M = None if cap is None else int(cap)
+    config = VinePPOConfig(gamma, lam, cap=M, tail="zero" if tail == "zero" else "merge")
     one = [0] * len(r)
     turns = TurnBatch.from_lists(group=one, trajectory=one, index=range(len(r)), reward=r, value=V)
     return vineppo(turns, config)
