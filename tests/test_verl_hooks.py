@@ -694,7 +694,7 @@ def test_every_override_exists_in_verl():
         "_put_credit",
     }
     ours |= {"_judge_turns", "_in_silico_advantages", "_put_numbers", "_checkpoint", "_resume", "_resumed"}
-    ours |= {"_caveats"}
+    ours |= {"_caveats", "_averaged", "_updates_of"}
     ours |= {"_measured", "_complete_validation", "close"}
     ours |= {"_alive", "_last_words", "_step", "_impatient", "_check_groups", "_keep_best"}
     ours |= {"_q_advantages", "_q_values"}

@@ -69,6 +69,7 @@ def test_the_mask_marks_what_was_sampled(play, row):
     assert played.outputs[-1].num_turns == 4 and played.outputs[-1].reward_score == 4
     assert played.outputs[0].extra_fields["reward_extra_info"] == {
         "success": 1, "return": 4, "turns": 4, "valid": 1, "truncated": 0,
+        "missing_action": 0, "unknown_action": 0,
     }  # fmt: skip
 
 
