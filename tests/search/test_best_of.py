@@ -103,8 +103,8 @@ class Watched(FrozenLake):
 def test_only_the_chosen_action_is_carried_out(select):
     env, steps = Watched(slip=0.3), Watched.steps
     steps.clear()
-    observation, _ = env.reset(3)
-    choice = act(uniform, env, observation, select=select, score=lambda o, h, a: range(len(a)), seed=4)
+    env.reset(3)
+    choice = act(uniform, env, select=select, score=lambda o, h, a: range(len(a)), seed=4)
     assert env.turn == 1 and steps[-1] == (0, choice.chosen.action)
     assert len(steps) == 1 or select == "oracle"  # which tries them in a state that it puts back
     assert sum(one.votes for one in choice.candidates) == 5
@@ -127,7 +127,7 @@ def episodes(select, seeds, n=5, score=None):
         observation, _ = env.reset(seed)
         value, history, over = exact(env) if score else None, (), False
         while not over:
-            choice = act(uniform, env, observation, history, n, select, value, seed=f"{seed} {env.turn}")
+            choice = act(uniform, env, n, select, value, seed=f"{seed} {env.turn}", history=history)
             history += ((observation, choice.chosen.action),)
             observation, _, terminated, truncated, info = choice.result
             over = terminated or truncated
@@ -178,7 +178,25 @@ def test_an_oracle_that_cannot_be_is_refused():
     env = make("frozen_lake")
     observation, _ = env.reset(1)
     with pytest.raises(ValueError, match="select=argmax needs a score"):
-        act(uniform, env, observation)
+        act(uniform, env)
     with pytest.raises(ValueError, match="there is no candidate"):
-        act(lambda *a: [], env, observation, select="majority")
+        act(lambda *a: [], env, select="majority")
+    with pytest.raises(ValueError, match="n must be a whole number of answers from 1 on, not '"):
+        act(uniform, env, observation)
     assert env.turn == 0
+
+
+def test_what_is_not_given_is_read_off_the_environment():
+    env, read = make("frozen_lake"), []
+    observation, _ = env.reset(3)
+
+    def policy(observation, history, n, rng):
+        read.append((observation, history, n))
+        return uniform(observation, history, n, rng)
+
+    choice = act(policy, env, n=3, select="random")
+    act(policy, env, 2, "random", history=((observation, choice.chosen.action),))
+    act(policy, env, 1, "random", observation="elsewhere")
+    after = choice.result[0]
+    assert read[0] == (observation, (), 3) and read[1] == (after, ((observation, choice.chosen.action),), 2)
+    assert read[2] == ("elsewhere", (), 1)

@@ -137,31 +137,35 @@ def check_select(select: str) -> None:
 def act(
     policy: Propose,
     env: Env,
-    observation: str,
-    history: History = (),
     n: int = 5,
     select: str = "argmax",
     score: Score | None = None,
     seed: int | str = 0,
     tau: float = 1.0,
+    *,
+    observation: str | None = None,
+    history: History = (),
 ) -> Choice:
     """Take one turn: n proposals, one of them carried out in `env`.
 
     Args:
         policy: (observation, history, n, rng) -> up to n actions.
         env: in mid-episode; steps once.
-        observation: its last one.
-        history: the turns before.
         n: proposals to ask for.
         select: a rule of `SELECT`.
         score: (observation, history, actions) -> a number for each; for argmax and softmax.
         seed: of policy and choice.
         tau: τ of softmax.
+        observation: what the policy and the score read; None: the environment's last one.
+        history: the turns before; an environment keeps none, so what reads it must be given it.
 
     Raises:
-        ValueError: see `choose`; or argmax and softmax without a score.
+        ValueError: see `choose`; or argmax and softmax without a score, or an n that is no number of answers.
     """
     check_select(select)
+    if not isinstance(n, int) or n < 1:
+        raise ValueError(f"n must be a whole number of answers from 1 on, not {n!r}")
+    observation = env._observation if observation is None else observation
     actions = policy(observation, history, n, random.Random(derive_seed(seed, "propose")))[:n]
     candidates = merge(actions)
     if select == "oracle":
