@@ -1,28 +1,21 @@
 """The folder of a collection: search trees as they are finished, one a line, and nothing twice.
 
-    config.yaml      the configuration; `search`: what the trees were grown with
-    trees.jsonl      {"hash": ..., then the tree}, see `read_trees`
-    failures.jsonl   one failed tree a line
-
-A line begins with the hash of the rest of it. A killed process leaves at most one line without its end,
-which the next one removes.
+config.yaml      the configuration; `search`: what the trees were grown with
+trees.jsonl      {"hash": ..., then the tree}, see `read_trees` and `verl_multiturn.journal`
+failures.jsonl   one failed tree a line
 """
 
-import fcntl
-import hashlib
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-import orjson
 from omegaconf import OmegaConf
 
+from verl_multiturn.journal import Journal, read_journal, write_all
 from verl_multiturn.run_files import Record, json_line, write_atomically
 
 TREES, FAILURES, CONFIG = "trees.jsonl", "failures.jsonl", "config.yaml"
-HEAD, SIZE = b'{"hash":"', 32
 
 
 class TreeFolder:
@@ -45,7 +38,7 @@ class TreeFolder:
         if folder.exists() and any(folder.iterdir()) and not (folder / CONFIG).exists():
             raise ValueError(f"{folder} holds something else than trees: choose another --out")
         folder.mkdir(parents=True, exist_ok=True)
-        self._file = open(folder / TREES, "ab")
+        self._file = Journal(folder / TREES)
         try:
             self._take_up(config, about)
         except BaseException:
@@ -53,10 +46,6 @@ class TreeFolder:
             raise
 
     def _take_up(self, config: dict[str, Any], about: dict[str, Any]) -> None:
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ValueError(f"another process is writing to {self.folder}") from None
         if (self.folder / CONFIG).exists():
             before = about_of(self.folder)
             for key, now in about.items():
@@ -68,20 +57,18 @@ class TreeFolder:
         else:
             text = OmegaConf.to_yaml(OmegaConf.create(config | {"search": about}))
             write_atomically(self.folder / CONFIG, [text.encode()])
-        self._file.truncate(_whole(self.folder / TREES))
+        self._file.mend()
         self.done = {str(tree["task"]) for tree in read_trees(self.folder, empty=True)}
 
     def append(self, tree: Record) -> None:
         """Add a finished tree: on disk when this returns."""
-        body = json_line(tree)[1:]
-        _write(self._file.fileno(), HEAD + _digest(body) + b'",' + body)
-        os.fsync(self._file.fileno())
+        self._file.append(tree)
         self.done.add(str(tree["task"]))
 
     def fail(self, failure: Record) -> None:
         """Note a tree that could not be finished; it is tried again when the folder is taken up."""
         with (self.folder / FAILURES).open("ab") as file:
-            _write(file.fileno(), json_line(failure))
+            write_all(file.fileno(), json_line(failure))
 
     def close(self) -> None:
         """Let the folder go."""
@@ -105,7 +92,8 @@ def read_trees(folder: str | Path, empty: bool = False) -> Iterator[Record]:
         env, panel, model, seed      what was searched, by what
         stopped, iterations, success, rollout_successes     as in `tree.Tree`
         proposals, prompt_tokens, tokens, env_steps, seconds     what it cost; its nodes hold the same
-        root      nested nodes {action, N, W, reward, terminal, children, text, messages, ...} of `tree.Node`
+        root      nested nodes {action, N, W, reward, terminal, children, text, messages, ...} of `tree.Node`;
+                  what a prompt is built from: instruction (the root's), observation, admissible
 
     Raises:
         ValueError: no trees, or a line that is not what was written; its number is named.
@@ -113,22 +101,11 @@ def read_trees(folder: str | Path, empty: bool = False) -> Iterator[Record]:
     path = Path(folder) / TREES
     if not path.exists():
         raise ValueError(f"{folder} holds no trees: {path} does not exist")
-    with path.open("rb") as file:
-        number = 0
-        for number, line in enumerate(file, start=1):
-            if not line.endswith(b"\n"):
-                raise ValueError(
-                    f"{path}, line {number} is cut off: the process that wrote it was stopped; run the same "
-                    "search again, it goes on from there"
-                )
-            body = line[len(HEAD) + SIZE + 2 :]
-            if not line.startswith(HEAD) or line[len(HEAD) :][:SIZE] != _digest(body):
-                raise ValueError(
-                    f"{path}, line {number} is damaged: its content does not match its hash; delete the "
-                    "line and run the same search again"
-                )
-            yield orjson.loads(b"{" + body)
-    if not number and not empty:
+    trees = 0
+    for tree in read_journal(path, "the same search again"):
+        trees += 1
+        yield tree
+    if not trees and not empty:
         raise ValueError(f"{path} is empty: no tree was finished")
 
 
@@ -152,18 +129,3 @@ def config_of(folder: str | Path) -> dict[str, Any]:
     if not path.exists():
         raise ValueError(f"{folder} is no folder of trees: it has no {CONFIG}; make one with search --out")
     return OmegaConf.to_container(OmegaConf.load(path))  # type: ignore[return-value]
-
-
-def _whole(path: Path) -> int:
-    """The length up to the end of the last whole line."""
-    data = path.read_bytes()
-    return data.rfind(b"\n") + 1
-
-
-def _digest(body: bytes) -> bytes:
-    return hashlib.blake2b(body, digest_size=SIZE // 2).hexdigest().encode()
-
-
-def _write(file: int, data: bytes) -> None:
-    while data:  # a full disk or a signal may cut a write
-        data = data[os.write(file, data) :]
