@@ -37,7 +37,12 @@ def evaluate(
     run: Annotated[
         Path | None, typer.Option(help="Recorded run whose prompts are used; default: the checkpoint's.")
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="New folder of the record; default: in runs/.")] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder of the record; the same again goes on with it; default: a new one in runs/."
+        ),
+    ] = None,
     samples: Annotated[int, typer.Option(min=1, help="Episodes for each task.")] = 1,
     limit: Annotated[int | None, typer.Option(min=1, help="Only the first tasks of the panel.")] = None,
     temperature: Annotated[
@@ -62,20 +67,27 @@ def evaluate(
     ] = None,
     n: Annotated[int, typer.Option("--n", min=1, help="Answers to choose from, with --select.")] = 5,
     tau: Annotated[float, typer.Option(min=1e-6, help="Temperature of softmax.")] = 1.0,
+    scorer: Annotated[
+        str, typer.Option(help="What reads the Q model: engine (a forward pass here) or vllm.")
+    ] = "engine",
 ) -> None:
     """Play a panel with a model and record it: success with its 95 % interval, return, turns."""
     from verl_multiturn.eval_records import table
     from verl_multiturn.report import print_table
+    from verl_multiturn.search.rules import Rules
 
     source = (env, panel, split, recipe, run, settings or [])
     if panel and split:
         raise ValueError("give either --panel or --split: each names the tasks")
     if (select or q_model or critic) and _scripted(model):
         raise ValueError(f"{model} has no answers to choose from: leave --select, --q-model and --critic out")
+    if scorer != "engine" and q_model is None:
+        raise ValueError(f"--scorer {scorer} reads a Q model: give --q-model FOLDER")
     if select or q_model:
         if critic is not None:
             raise ValueError("give either --critic or --q-model and --select: each chooses the answers")
-        _compared(model, source, limit, temperature, out, samples, concurrency, q_model, select, n, tau)
+        rules = Rules((select or "argmax").split(","), n, q_model, tau, scorer)
+        _compared(model, source, limit, temperature, out, samples, concurrency, rules)
         return
 
     playing = _prepared(model, source, limit, temperature, out, samples, concurrency)
@@ -108,19 +120,13 @@ def _compared(
     out: Path | None,
     samples: int,
     concurrency: int | None,
-    q_model: str | None,
-    select: str | None,
-    n: int,
-    tau: float,
+    rules: Any,
 ) -> None:
     """One evaluation for each rule of choice, on the same tasks and chances, and a table of them."""
     from verl_multiturn.search.compare import compare, print_costs
-    from verl_multiturn.search.rules import Rules
-
-    rules = Rules((select or "argmax").split(","), n, q_model, tau)
 
     def prepared(temperature_: float | None, folder: Path | None) -> Any:
-        return _prepared(model, source, limit, temperature_, folder, samples, concurrency)
+        return _prepared(model, source, limit, temperature_, folder, samples, concurrency, reuse=True)
 
     print_costs(compare(rules, prepared, temperature, out, typer.echo))
 
@@ -155,6 +161,7 @@ def _prepared(
     out: Path | None,
     samples: int,
     concurrency: int | None,
+    reuse: bool = False,
 ) -> Any:
     """The evaluation to run; what is quickly refused is refused before a model is merged or loaded."""
     from dataclasses import replace
@@ -162,8 +169,9 @@ def _prepared(
 
     from verl_multiturn.checkpoints import Found, find
     from verl_multiturn.compose import plain
+    from verl_multiturn.eval_folder import check_folder
     from verl_multiturn.eval_records import choose_panel, free_folder
-    from verl_multiturn.evaluate import Evaluation, check_new
+    from verl_multiturn.evaluate import Evaluation
     from verl_multiturn.rollout.episode import Episode
     from verl_multiturn.search.scripted import ScriptedEpisode, one_action_a_turn
 
@@ -179,8 +187,8 @@ def _prepared(
     chosen = replace(chosen, tasks=chosen.tasks[:limit])
     sampling = plain(config.actor_rollout_ref.rollout.val_kwargs)
     sampling |= {} if temperature is None else {"temperature": temperature, "do_sample": temperature > 0}
-    check_new(folder := out or free_folder(chosen))
-    about = {"model": model, "samples": samples, "tasks": len(chosen.tasks), "sampling": sampling}
+    check_folder(folder := out or free_folder(chosen), reuse)
+    about = {"model": model, "sampling": sampling}
     about |= {} if remote or policy else _learnt_offline(Path(model))
     return Evaluation(
         config=config,
@@ -190,9 +198,10 @@ def _prepared(
         step=found.step,
         samples=samples,
         concurrency=concurrency or (16 if remote else 64),
-        about=about | {"panel": chosen.name, "panel_fingerprint": chosen.fingerprint},
+        about=about | {"panel": chosen.name},
         tell=Ticker(),
         episode=partial(ScriptedEpisode, policy=policy) if policy else Episode,
+        reuse=reuse,
     )
 
 

@@ -89,12 +89,15 @@ def pairs(
         ),
     ] = None,
     out: Annotated[Path, typer.Option(help="New file of pairs, one a line.")] = Path("pairs.jsonl"),
+    form: Annotated[
+        str, typer.Option("--format", help="own, which fit-q reads, or trl: prompt, chosen, rejected.")
+    ] = "own",
 ) -> None:
     """Write the preference pairs of search trees: what a Q model is fitted to."""
     from verl_multiturn.cli_run import key_values
     from verl_multiturn.search.pair_files import write_pairs
 
-    counts = write_pairs(trees, out, key_values(settings or []))
+    counts = write_pairs(trees, out, key_values(settings or []), form)
     typer.echo(f"{counts}; wrote {out}")
 
 

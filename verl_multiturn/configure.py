@@ -155,7 +155,13 @@ def _check_search(settings: DictConfig) -> None:
     FitConfig.of(plain(settings.fit))
     option = "multiturn.qvalue.prior=FOLDER"
     settings.search.prior = prior_rule(plain(settings.search), settings.qvalue.prior, option)
-    Rules(list(settings.qvalue.select), settings.qvalue.n, "to be fitted", settings.qvalue.tau)
+    block = settings.qvalue
+    Rules(list(block.select), block.n, "to be fitted", block.tau, block.scorer)
+    if block.scorer == "vllm" and (settings.fit.loss != "dpo" or settings.fit.lora_rank):
+        raise ValueError(
+            "multiturn.qvalue.scorer=vllm cannot read a head or an adapter: use scorer=engine, or "
+            "fit.loss=dpo with fit.lora_rank=0"
+        )
     if getattr(load_class(settings.env, Env), "snapshots", Env.snapshots) == "none":
         raise ValueError(
             f'{settings.env} declares snapshots = "none", and a tree search goes back to snapshots: qvalue '

@@ -1,6 +1,7 @@
 """Plays a panel with a model, as validation would: the same prompts, parsing, limits and chances.
 
-The outcome is a recorded run with the split "eval", so that whatever reads runs reads it.
+The outcome is a recorded run with the split "eval", so that whatever reads runs reads it. What was played
+before a kill or an error is kept: the same evaluation goes on from there (`verl_multiturn.eval_folder`).
 """
 
 import asyncio
@@ -17,12 +18,13 @@ from omegaconf import DictConfig
 from verl_multiturn import metrics
 from verl_multiturn.compose import plain
 from verl_multiturn.env import derive_seed
+from verl_multiturn.eval_folder import Episodes, check_folder, check_same, state_of
 from verl_multiturn.eval_records import SPLIT, to_record
 from verl_multiturn.panel import Panel
 from verl_multiturn.rollout.episode import Episode, Sample, Task
 from verl_multiturn.rollout.layouts import LAYOUTS
 from verl_multiturn.run_files import Record
-from verl_multiturn.runs import RunWriter
+from verl_multiturn.runs import Run, RunWriter
 from verl_multiturn.search.guided import Guide, Guided, annotated
 
 VERIFIED = 64  # tasks of a panel that are compared with the environment before anything is played
@@ -60,6 +62,7 @@ class Progress:
     """How far an evaluation is."""
 
     total: int
+    before: int = 0  # of the done ones, by an earlier process
     done: int = 0  # played to the end
     failed: int = 0
     wins: int = 0
@@ -68,8 +71,9 @@ class Progress:
     def __str__(self) -> str:
         """One line: episodes, success so far, rate, time left."""
         over = self.done + self.failed
-        rate = over / max(1e-9, time.perf_counter() - self.started)
-        left = f"{(self.total - over) / rate:.0f} s" if over else "?"
+        now = over - self.before
+        rate = now / max(1e-9, time.perf_counter() - self.started)
+        left = f"{(self.total - over) / rate:.0f} s" if now else "?"
         won = f"{100 * self.wins / self.done:.1f} %" if self.done else "-"
         lost = f", {self.failed} failed" if self.failed else ""
         return f"{over}/{self.total} episodes{lost}, success {won}, {rate:.1f}/s, ETA {left}"
@@ -83,7 +87,7 @@ class Evaluation:
         config: whose prompts, formats and limits are used; `multiturn.env` is the panel's.
         panel: the tasks.
         model: what answers.
-        folder: where to record; must not exist, or be empty.
+        folder: where to record: new, empty, or with the same evaluation unfinished, which goes on.
         step: of training, the model's.
         samples: episodes for each task.
         concurrency: episodes at a time.
@@ -91,6 +95,7 @@ class Evaluation:
         about: goes into the recorded configuration, under `eval`.
         tell: called after every episode.
         episode: builds an episode from what `Episode` takes.
+        reuse: the folder may hold the same evaluation done: nothing is played then.
 
     Raises:
         ValueError: the folder holds something, or the panel no longer fits its environment.
@@ -107,9 +112,10 @@ class Evaluation:
     about: dict[str, Any] = field(default_factory=dict)
     tell: Callable[[Progress], None] = lambda progress: None
     episode: Callable[..., Episode] = Episode
+    reuse: bool = False
 
     def __post_init__(self) -> None:
-        check_new(self.folder)
+        check_folder(self.folder, self.reuse)
         if not self.panel.tasks:
             raise ValueError(f"panel {self.panel.name} has no tasks")
         wanted = (self.config.multiturn.env, plain(self.config.multiturn.env_kwargs))
@@ -133,22 +139,51 @@ class Evaluation:
         return [self._played[key] for key in sorted(self._played)]
 
     def run(self) -> None:
-        """Play everything; what was played when something stops it is recorded as well."""
-        (self.folder / "panels").mkdir(parents=True)
-        self.panel.save(self.folder / "panels" / f"{SPLIT}.json")
-        with RunWriter(self.folder, plain(self.config) | {"eval": self.about}) as self.writer:
-            try:
-                asyncio.run(self._play_all())
-            finally:
-                found = metrics.of_validation(self.records, self.progress.done + self.progress.failed)
-                renamed = {name.replace("val/", f"{SPLIT}/", 1): value for name, value in found.items()}
-                self.writer.metrics(self.step, renamed)
-                self.writer.trajectories(SPLIT, self.step, self.records)
-        if not self._played:
-            raise ValueError(f"all {self.progress.failed} episodes failed: see {self.folder}/failures.jsonl")
+        """Play what is missing; what was played when something stops it is recorded as well.
+
+        Raises:
+            ValueError: every episode failed, or the folder holds an evaluation with other settings.
+        """
+        about = {"samples": self.samples, "tasks": len(self.panel.tasks)}
+        self.about |= about | {"panel_fingerprint": self.panel.fingerprint}
+        config = plain(self.config) | {"eval": self.about}
+        if state_of(self.folder) == "done":
+            self._read(config)
+            asyncio.run(self._close())
+            return
+        with Episodes(self.folder, config) as self.episodes:
+            self._played |= self.episodes.before
+            self._count()
+            (self.folder / "panels").mkdir(exist_ok=True)
+            self.panel.save(self.folder / "panels" / f"{SPLIT}.json")
+            with RunWriter(self.folder, config) as self.writer:
+                try:
+                    asyncio.run(self._play_all())
+                finally:
+                    found = metrics.of_validation(self.records, self.progress.done + self.progress.failed)
+                    renamed = {name.replace("val/", f"{SPLIT}/", 1): value for name, value in found.items()}
+                    self.writer.metrics(self.step, renamed)
+                    self.writer.trajectories(SPLIT, self.step, self.records)
+            if not self._played:
+                failed = f"all {self.progress.failed} episodes failed"
+                raise ValueError(f"{failed}: see {self.folder}/failures.jsonl")
+            self.episodes.finish()
+
+    def _read(self, config: dict[str, Any]) -> None:
+        """Take over what the folder holds."""
+        check_same(self.folder, config)
+        run = Run(self.folder)
+        self._played = {(place, 0): one for place, one in enumerate(run.trajectories(SPLIT, self.step))}
+        self._count()
+        self.progress.failed = int(run.metrics.loc[self.step, f"{SPLIT}/failed"])
+
+    def _count(self) -> None:
+        self.progress.before = self.progress.done = len(self._played)
+        self.progress.wins = sum(bool(record["success"]) for record in self._played.values())
 
     async def _play_all(self) -> None:
         jobs = ((n, sample) for n in range(len(self.panel.tasks)) for sample in range(self.samples))
+        jobs = (job for job in jobs if job not in self.episodes.before)
         try:
             async with asyncio.TaskGroup() as group:
                 for _ in range(min(self.concurrency, self.progress.total)):
@@ -156,8 +191,11 @@ class Evaluation:
         except BaseExceptionGroup as errors:  # one reason is enough: the players share what failed
             raise errors.exceptions[0] from None
         finally:
-            await self.model.close()
-            self.rollout.pool.close()
+            await self._close()
+
+    async def _close(self) -> None:
+        await self.model.close()
+        self.rollout.pool.close()
 
     async def _player(self, jobs: Iterator[tuple[int, int]]) -> None:
         with ExitStack() as playing:
@@ -181,7 +219,9 @@ class Evaluation:
             self.writer.failure(episode.failure(error) | {"split": SPLIT, "step": self.step})
             return
         record = to_record(trajectory, self.rollout.settings["row"], self.step, self.model.token_ids)
-        self._played[n, sample] = annotated(record, episode.details) if self.guide else record
+        record = annotated(record, episode.details) if self.guide else record
+        self._played[n, sample] = record
+        self.episodes.append(n, sample, record)
         self.progress.done += 1
         self.progress.wins += bool(trajectory.success)
 

@@ -101,6 +101,8 @@ VALUES: dict[str, tuple[type, float]] = {
     "multiturn.qvalue.tasks": (int, 1),
     "multiturn.qvalue.model?": (str, 0),
     "multiturn.qvalue.prior?": (str, 0),
+    "multiturn.qvalue.stop_tasks?": (int, 1),
+    "multiturn.qvalue.scorer": (str, 0),
     "multiturn.qvalue.n": (int, 1),
     "multiturn.qvalue.tau": (float, 1e-6),
     "multiturn.qvalue.samples": (int, 1),

@@ -192,8 +192,17 @@ class Draw:
         return logits.log_softmax(-1)
 
 
-def load_tokenizer(folder: str, chat_template: str | None = None) -> Any:
+def load_tokenizer(
+    folder: str,
+    chat_template: str | None = None,
+    key: str = "actor_rollout_ref.model.custom_chat_template",
+) -> Any:
     """The tokenizer of a model that can chat.
+
+    Args:
+        folder: of the model, or a name that transformers resolves.
+        chat_template: replaces the tokenizer's own.
+        key: where the caller is given one, for what is said if there is none.
 
     Raises:
         ValueError: there is none, or it has no chat template.
@@ -207,13 +216,18 @@ def load_tokenizer(folder: str, chat_template: str | None = None) -> Any:
     if tokenizer.chat_template is None:
         raise ValueError(
             f"the tokenizer of {folder} has no chat template: use an instruction-tuned model, or give one in "
-            "actor_rollout_ref.model.custom_chat_template"
+            f"{key}"
         )
     return tokenizer
 
 
-def load_model(folder: str, tokenizer: Any) -> tuple[Any, frozenset[int]]:
+def load_model(folder: str, tokenizer: Any, dtype: str | None = None) -> tuple[Any, frozenset[int]]:
     """The model and the tokens that end an utterance, in vLLM's way: the tokenizer's and the model's.
+
+    Args:
+        folder: of the model, or a name that transformers resolves.
+        tokenizer: the model's.
+        dtype: of the weights; None: that of the folder on a GPU, float32 on a CPU.
 
     Raises:
         ValueError: weights that do not fit the configuration, or a tokenizer of another model.
@@ -225,7 +239,8 @@ def load_model(folder: str, tokenizer: Any) -> tuple[Any, frozenset[int]]:
     logging.disable_progress_bar()  # type: ignore[no-untyped-call,unused-ignore]
     device = "cuda" if torch.cuda.is_available() else "cpu"
     # Half precision is slow and coarse on most CPUs.
-    options = {"dtype": "auto" if device == "cuda" else "float32", "output_loading_info": True}
+    dtype = dtype or ("auto" if device == "cuda" else "float32")
+    options = {"dtype": dtype, "output_loading_info": True}
     model, info = _load(AutoModelForCausalLM.from_pretrained, "model", folder, **options)
     if lost := sorted(info["missing_keys"]):
         raise ValueError(f"{folder} is not the whole model: {len(lost)} weights are missing, first {lost[0]}")

@@ -38,6 +38,17 @@ def text(prompt):
     return prompt.messages[-1]["content"]
 
 
+def test_what_is_left_to_read_where_a_prompt_is_too_long():
+    """By another model: from what the policy read on, in the order in which things go."""
+    policy = PromptPolicy(SHORT)
+    view = View("do", "o3", ["l", "r"], list(PAST))
+    read = fit(len("do|3|1|2:o2>a2|o3|[l, r]")).messages  # the policy's budget left it one turn
+    texts = [messages[-1]["content"] for messages in policy.shorter(view, read)]
+    assert texts == ["do|o3|[l, r]", "do|o3|[l]", "do|o3|"]
+    assert policy.shorter(view, [{"role": "user", "content": "a running chat"}]) == []
+    assert [m for m, _, _ in policy.choices(view)][1:] == policy.shorter(view, fit().messages)
+
+
 @pytest.mark.parametrize(
     ("history", "past", "expected"),
     [

@@ -19,6 +19,7 @@ from verl_multiturn.cli import app
 from verl_multiturn.play_settings import settings
 from verl_multiturn.rollout.episode import Sample
 from verl_multiturn.rollout.parsing import ActionFormat, parse
+from verl_multiturn.rollout.prompts import View, prompt_policy
 from verl_multiturn.search.collect import Collection
 from verl_multiturn.search.pair_files import Counts, PairConfig, held_out, pairs_of, read_pairs, write_pairs
 from verl_multiturn.search.scripted import Scripted, scripted
@@ -345,6 +346,61 @@ def test_pairs_from_the_command(tmp_path):
     assert "unknown PairConfig.win 'best'" in sentence(
         "pairs", tmp_path / "a", "win=best", "--out", tmp_path / "q"
     )
+
+
+@pytest.mark.parametrize("row", ["turn", "trajectory"])
+def test_a_pair_knows_its_prompt_with_less_history(tmp_path, row):
+    overrides = (
+        *SMALL,
+        "multiturn.search.iterations=30",
+        "multiturn.prompt.history=3",
+        f"multiturn.row={row}",
+    )
+    trees = collected(tmp_path / "a", env="chain_sum", overrides=overrides)
+    write_pairs(tmp_path / "a", tmp_path / "p")
+    policy = prompt_policy(settings("chain_sum", overrides=list(overrides)).multiturn)
+    roots, seen = {tree["task"]: tree["root"] for tree in trees}, set()
+    for pair in read_pairs(tmp_path / "p"):
+        node, past = roots[pair["task"]], []
+        instruction = node["instruction"]
+        while node.get("messages") != pair["prompt"]:
+            (child,) = [
+                one
+                for one in node["children"]
+                if any(n.get("messages") == pair["prompt"] for n in nodes(one))
+            ]
+            past, node = [*past, (node["observation"], child["action"])], child
+        if row == "trajectory" and past:  # one chat: the Q model drops its first messages itself
+            assert "shorter" not in pair and len(pair["prompt"]) > 1
+            continue
+        view = View(instruction, node["observation"], node.get("admissible"), past)
+        window = min(3, len(past))
+        assert policy.messages(view, window, view.admissible) == pair["prompt"]
+        expected = [policy.messages(view, shown, view.admissible) for shown in range(window - 1, -1, -1)]
+        assert pair.get("shorter", [])[:window] == expected
+        seen.add(window)
+    assert len(seen) > 1 or row == "trajectory"
+
+
+def test_pairs_for_trl(tmp_path):
+    collected(tmp_path / "a", env="chain_sum", overrides=(*SMALL, "multiturn.search.iterations=30"))
+    call("pairs", tmp_path / "a", "--out", tmp_path / "own")
+    call("pairs", tmp_path / "a", "--out", tmp_path / "trl", "--format", "trl")
+    lines = [json.loads(line) for line in (tmp_path / "trl").read_text().splitlines()]
+    own = list(read_pairs(tmp_path / "own"))
+    assert len(lines) == len(own) > 0
+    for line, pair in zip(lines, own, strict=True):
+        assert line == {
+            "prompt": pair["prompt"],
+            "chosen": [{"role": "assistant", "content": pair["win"]}],
+            "rejected": [{"role": "assistant", "content": pair["lose"]}],
+            "split": pair["split"],
+        }
+    assert "unknown format of pairs 'tlr'; valid: own, trl" in sentence(
+        "pairs", tmp_path / "a", "--out", tmp_path / "x", "--format", "tlr"
+    )
+    with pytest.raises(ValueError, match="is in TRL's format: write the pairs again without --format trl"):
+        list(read_pairs(tmp_path / "trl"))
 
 
 def test_an_empty_pair_set_is_an_error(tmp_path):

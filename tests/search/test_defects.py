@@ -1,26 +1,38 @@
 """The defects of the original's public code (B1 to B25 in our notes), each as a test of what is done instead.
 
-Not here, because there is nothing of the kind to test: B6 and B9 (functions that return other shapes than
-their callers unpack), B7, B8, B10, B17 and B18 (scoring and fitting, see the tests of the Q model), B11 and
-B19 (prompt paths and file names that scripts disagree on), B24 (a device in the code), B25 (a key in it).
+In test_q_model.py: B8 (another score than the fitted one), B18 (a prompt cut at its end). Not tested, because
+there is nothing of the kind: B6 and B9 (functions that return other shapes than their callers unpack), B11
+(prompts read from files), B24 (a device in the code), B25 (a key in it).
 """
 
 import ast
+import asyncio
 import json
+import math
+import random
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 import verl_multiturn as vm
 from verl_multiturn.base_env import Env
+from verl_multiturn.cli import app
+from verl_multiturn.endpoint import TextChat
 from verl_multiturn.panel import Panel, check_disjoint
 from verl_multiturn.play_settings import settings
+from verl_multiturn.rollout.episode import Sample
 from verl_multiturn.search import mcts
 from verl_multiturn.search.collect import Collection
+from verl_multiturn.search.fit import Fitting, fit
+from verl_multiturn.search.fit_data import FitConfig, Lengths, rows_of
+from verl_multiturn.search.guided import Guide
 from verl_multiturn.search.mcts import PRESETS, SearchConfig, search
-from verl_multiturn.search.pair_files import write_pairs
+from verl_multiturn.search.pair_files import read_pairs, write_pairs
+from verl_multiturn.search.q_model import QModel, QSpec, Tokens, load_q_model
+from verl_multiturn.search.scorers import TransformersLogProbs
 from verl_multiturn.search.scripted import Scripted
-from verl_multiturn.search.tree_files import TreeFolder, read_trees
+from verl_multiturn.search.tree_files import TreeFolder, config_of, read_trees
 from verl_multiturn.tasks import training_tasks
 
 VECTORS = json.loads((Path(__file__).parents[1] / "data" / "qvalue_vectors.json").read_text())
@@ -116,6 +128,139 @@ def test_b5_a_root_whose_children_have_ended_ends_the_search():
     assert (tree.stopped, tree.iterations) == ("closed", 3)
 
 
+class Letters:
+    """A tokenizer: each letter is a token, each message a line."""
+
+    eos_token_id = 0
+
+    def encode(self, text, add_special_tokens):
+        return [ord(letter) for letter in text]
+
+    def apply_chat_template(self, messages, tokenize, add_generation_prompt):
+        return "".join(f"{one['role']}: {one['content']}\n" for one in messages)
+
+
+class Wanderer:
+    """A policy that moves at random, in the form of a run."""
+
+    token_ids, eos, player, close = False, 0, Scripted.player, Scripted.close
+
+    def __init__(self):
+        self.texts = TextChat()
+
+    def chat(self, **kwargs):
+        return self.texts
+
+    def decode(self, ids):
+        return self.texts.decode(ids)
+
+    async def __call__(self, prompt_ids, max_tokens, seed):
+        move = random.Random(seed).choice(["up", "down", "left", "right"])
+        return Sample([*self.texts.encode(f"<think>so</think><action>{move}</action>"), 0])
+
+
+def test_b7_what_is_fitted_is_what_is_scored(tmp_path):
+    """Worked examples included: the tokens of a pair are those that the Q model reads when an agent plays."""
+    pytest.importorskip("verl")
+    from verl_multiturn.evaluate import Evaluation
+
+    example = "Example: P is left of G, so <action>right</action>."
+    config = settings(
+        "frozen_lake",
+        overrides=[
+            f"multiturn.prompt.system='{example}'",
+            "multiturn.search.iterations=30",
+            "multiturn.row=turn",
+        ],
+    )
+    panel = training_tasks(config.multiturn, 6)
+    Collection(config, panel, Wanderer(), "wanderer", tmp_path / "trees").run()
+    write_pairs(tmp_path / "trees", tmp_path / "pairs", {"held_out": 0.5})
+    tokens, scored = Tokens(Letters(), 10**6), []
+
+    def log_probs(prompt, answers):
+        scored.append((prompt, answers))
+        return [[0.0] * len(answer) for answer in answers]
+
+    q = QModel(QSpec("somewhere"), tokens, log_probs, log_probs)
+    rows = rows_of(tmp_path / "pairs", tokens, FitConfig(), Lengths())
+    pairs = [pair for split in rows for pair in read_pairs(tmp_path / "pairs") if pair["split"] == split]
+    both = list(zip(pairs, [row for split in rows.values() for row in split], strict=True))
+    evaluation = Evaluation(config, panel, Wanderer(), tmp_path / "eval", guide=Guide("argmax", 5, q))
+    evaluation.run()
+    read = [prompt for prompt, _ in scored]
+    first = [row.prompt for pair, row in both if pair["index"] == 0]
+    assert first and all(prompt in read for prompt in first)
+    assert all(example in "".join(map(chr, prompt)) for prompt in (*read, *first))
+    for pair, row in both:
+        scored.clear()
+        q(pair["prompt"], [pair["win"], pair["lose"]])
+        assert scored == [(row.prompt, [row.win, row.lose])] * 2
+
+
+def test_b10_a_base_model_without_a_chat_template(tmp_path, save_chat_model):
+    """It is asked for where fitting begins, and kept with the Q model: scoring needs to be told nothing."""
+    save_chat_model(tmp_path / "base", template=None)
+    with pytest.raises(
+        ValueError, match=r"has no chat template: .* or give one in multiturn.fit.chat_template"
+    ):
+        fit(one_pair(tmp_path), str(tmp_path / "base"), tmp_path / "q", FitConfig())
+    template = "{% for m in messages %}{{ m['content'] }} {% endfor %}"
+    config = FitConfig(chat_template=template, epochs=1)
+    fit(one_pair(tmp_path), str(tmp_path / "base"), tmp_path / "q", config)
+    q = load_q_model(tmp_path / "q")
+    known = ("left", "right", "goal", "ice")
+    ids = dict(zip(known, q.tokens.tokenizer.convert_tokens_to_ids(known), strict=True))
+    assert q.tokens.prompt([{"role": "user", "content": "goal ice"}], 2) == [ids["goal"], ids["ice"]]
+    assert len(q([{"role": "user", "content": "goal ice"}], ["left", "right"])) == 2
+
+
+def one_pair(folder):
+    """A file of one pair to train on and one held out."""
+    pair = {"prompt": [{"role": "user", "content": "goal ice"}], "win": "left", "lose": "left left"}
+    lines = [json.dumps(pair | {"split": split}) for split in ("train", "held_out")]
+    (folder / "pairs").write_text("\n".join(lines))
+    return folder / "pairs"
+
+
+def test_b17_the_tokens_of_an_answer_are_found_whatever_stands_before_it(tmp_path, save_chat_model):
+    """As one text, prompt and answer are other tokens: looking for the answer there would mask all of it."""
+    save_chat_model(tmp_path / "base")
+    fitting = Fitting(
+        one_pair(tmp_path), str(tmp_path / "base"), tmp_path / "q", FitConfig(lr=1e-2, epochs=9)
+    )
+    (row,) = fitting.rows["train"]
+    tokenizer = fitting.tokenizer
+    text = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "goal ice"}], tokenize=False, add_generation_prompt=True
+    )
+    assert tokenizer.encode(text + "left") != [*row.prompt, *row.win[:-1]]
+    loss, _ = fitting._losses([row], fitting.reference["train"])
+    assert loss.tolist() == pytest.approx([math.log(2)], abs=1e-6)  # nothing is fitted yet
+    loss.sum().backward()
+    moved = sum(float(one.grad.abs().sum()) for one in fitting.model.parameters() if one.grad is not None)
+    assert moved > 0.01
+    fitting.model.zero_grad()
+    assert fitting.run()["loss"] < 0.9 * math.log(2)
+
+
+def test_b19_each_command_reads_what_the_one_before_wrote(tmp_path, save_chat_model, monkeypatch):
+    """By default names, in one folder."""
+    save_chat_model(tmp_path / "base")
+    monkeypatch.chdir(tmp_path)
+    bare = [f"multiturn.prompt.{name}='{{observation}}'" for name in ("first", "turn", "next")]
+    bare += ["multiturn.prompt.format=''", "multiturn.action.tag=null", "multiturn.action.think=false"]
+    bare += ["multiturn.prompt.history=0", "multiturn.search.iterations=20", "multiturn.pairs.held_out=0.5"]
+    for arguments in (
+        ["search", "--env", "frozen_lake", "--model", "expert:0.5", "--limit", "8", *bare],
+        ["pairs", "trees"],
+        ["fit-q", "pairs.jsonl", "epochs=1", "--model", "base"],
+    ):
+        result = CliRunner().invoke(app, arguments)
+        assert result.exit_code == 0, (result.output, result.exception)
+    assert len(load_q_model("q_model")([{"role": "user", "content": "ice"}], ["left", "right"])) == 2
+
+
 def test_b12_an_action_with_colons_stays_whole(tmp_path):
     ends = {"click[size: 9: wide]": (1.0, True), "click[size: 9: slim]": (0.0, False)}
     tree = search(*case(ends), always(*ends), config=SearchConfig())
@@ -169,7 +314,7 @@ def stripped(root):
 
 def test_b20_pairs_do_not_depend_on_the_order_of_the_trees(tmp_path):
     trees(tmp_path / "a")
-    config = {"multiturn": {"pairs": {}}}
+    config = {"multiturn": config_of(tmp_path / "a")["multiturn"]}
     with TreeFolder(tmp_path / "b", config, {"seed": 1}) as folder:
         for tree in reversed(list(read_trees(tmp_path / "a"))):
             folder.append(tree)
@@ -193,10 +338,23 @@ def test_b22_training_tasks_leave_out_those_of_the_other_panels(tmp_path):
     check_disjoint(training_tasks(config.multiturn), val)
 
 
+def test_b23_candidates_are_scored_together(tmp_path, save_chat_model):
+    """Two forward passes of each model, whatever the number: the prompt, read once, and the answers."""
+    from verl_multiturn.samplers import load_model, load_tokenizer
+
+    save_chat_model(tmp_path / "base")
+    tokenizer, passes = load_tokenizer(str(tmp_path / "base")), []
+    model = load_model(str(tmp_path / "base"), tokenizer)[0]
+    model.register_forward_pre_hook(lambda module, inputs: passes.append(tuple(inputs[0].shape)))
+    one = TransformersLogProbs(model)
+    q = QModel(QSpec("base", max_tokens=64), Tokens(tokenizer, 64), one, one)
+    answers = ["left", "right", "up up", "down", "left left left"]
+    assert q([{"role": "user", "content": "goal ice"}], answers) == [0.0] * 5  # the same model twice
+    assert passes == [(1, 5), (5, 3)] * 2  # user goal ice <end> assistant; the last answer without its end
+
+
 def test_b23_what_a_turn_needs_is_asked_at_once():
     """The n candidates of a node, and the visits of a wave: see tests/search/test_waves.py for the latter."""
-    import asyncio
-
     from verl_multiturn.search.branches import at_once
 
     waiting, most = 0, 0

@@ -1,13 +1,16 @@
 """All stages of a Q model in one run: what each leaves, what is not done twice, what is refused."""
 
 import json
+from shutil import rmtree
 
 import pandas as pd
 import pytest
 from omegaconf import OmegaConf
 
 from verl_multiturn.play_settings import settings
+from verl_multiturn.rollout.pool import EnvironmentFailure
 from verl_multiturn.runs import Run
+from verl_multiturn.search.branches import Branches
 from verl_multiturn.search.pipeline import Pipeline
 
 torch = pytest.importorskip("torch")
@@ -109,17 +112,54 @@ def test_nothing_is_done_twice(done, walker):
 
 
 def test_a_stage_that_was_cut_off_is_done_again(done, walker):
-    """What is not marked as finished is made anew; what was finished is not."""
+    """What is not marked as finished is made anew, or read where only the mark is missing."""
     run, table, _ = done
     marks = json.loads((run / "stages.json").read_text())
-    (run / "stages.json").write_text(json.dumps({k: v for k, v in marks.items() if k != "eval argmax"}))
-    said = []
-    again = Pipeline(config_of(walker, run), said.append).run()
-    assert [line for line in said if "done before" not in line] == [
-        f"Q-guided best of 3: 6 episodes, recording to {run}/eval/argmax"
-    ]
-    pd.testing.assert_frame_equal(table, again)
-    assert json.loads((run / "stages.json").read_text()) == marks
+    for how in ("reading", "recording to"):
+        (run / "stages.json").write_text(json.dumps({k: v for k, v in marks.items() if k != "eval argmax"}))
+        if how == "recording to":
+            rmtree(run / "eval" / "argmax" / "trajectories")
+        said = []
+        again = Pipeline(config_of(walker, run), said.append).run()
+        assert [line for line in said if "done before" not in line] == [
+            f"Q-guided best of 3: 6 episodes, {how} {run}/eval/argmax"
+        ]
+        pd.testing.assert_frame_equal(table, again)
+        assert json.loads((run / "stages.json").read_text()) == marks
+
+
+def test_trees_that_failed_are_tried_again(walker, tmp_path, monkeypatch):
+    """And what was made of the others is made again once there are more; all that is said."""
+    start, lost, said = Branches.start, [], []
+
+    async def breaking(self, account):
+        lost[:] = lost or [self.task.id]
+        if self.task.id == lost[0]:
+            raise EnvironmentFailure("lost")
+        await start(self, account)
+
+    def run():
+        said.clear()
+        config = config_of(
+            walker, tmp_path / "run", "multiturn.qvalue.select=[random]", "multiturn.qvalue.stop_tasks=3"
+        )
+        return Pipeline(config, said.append).run()
+
+    monkeypatch.setattr(Branches, "start", breaking)
+    assert list(run()["trees_failed"]) == [1] and said[-1].startswith(
+        "1 of 12 trees failed, and the Q model is"
+    )
+    stages = ["pairs", "fit", "eval random"]
+    assert list(json.loads((tmp_path / "run" / "stages.json").read_text())) == stages
+    metrics = [json.loads(line) for line in (tmp_path / "run" / "q_model" / "metrics.jsonl").open()]
+    assert all(one["success"] in (0, 1 / 3, 2 / 3, 1) for one in metrics)
+    run()  # it fails again
+    assert [line for line in said if "done before" in line] == [f"{stage}: done before" for stage in stages]
+    monkeypatch.setattr(Branches, "start", start)
+    assert list(run()["trees_failed"]) == [0]
+    assert said[1] == "search: 1 more trees, all that follows is done again"
+    assert not any("done before" in line for line in said)
+    assert list(json.loads((tmp_path / "run" / "stages.json").read_text())) == ["search", *stages]
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import verl_multiturn as vm
+from verl_multiturn.rollout.prompts import PromptTooLong
 from verl_multiturn.search.fit import FitConfig, Fitting, answer_log_probs, fit
 from verl_multiturn.search.q_model import QModel, QSpec, Tokens, aggregated, load_q_model, read_spec
 from verl_multiturn.search.scorers import TransformersLogProbs
@@ -18,38 +19,13 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 VECTORS = json.loads((Path(__file__).parents[1] / "data" / "qvalue_vectors.json").read_text())
-WORDS = "left right up down start goal hole ice user assistant system".split()
 FAST = {"lr": 3e-3, "epochs": 12, "batch": 16, "warmup": 0.0}
 
 
-def save(folder, seed=1):
-    """A chat model of some thousand parameters with a word for each token, never trained."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PhiConfig, PhiForCausalLM, PreTrainedTokenizerFast
-
-    vocabulary = {word: n for n, word in enumerate(["<pad>", "<end>", "?", *WORDS])}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="?"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    template = "{% for m in messages %}{{ m['role'] + ' ' + m['content'] + ' <end> ' }}{% endfor %}assistant"
-    tokens = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token="<end>", pad_token="<pad>", chat_template=template
-    )
-    torch.manual_seed(seed)
-    model = PhiForCausalLM(  # the paper's family
-        PhiConfig(
-            vocab_size=len(tokens), hidden_size=32, intermediate_size=64, num_hidden_layers=2,
-            num_attention_heads=2, max_position_embeddings=64, initializer_range=0.3,
-            eos_token_id=1, pad_token_id=0, bos_token_id=None,
-        )
-    )  # fmt: skip
-    model.save_pretrained(folder)
-    tokens.save_pretrained(folder)
-
-
 @pytest.fixture(scope="module")
-def base(tmp_path_factory):
+def base(tmp_path_factory, save_chat_model):
     folder = tmp_path_factory.mktemp("models") / "base"
-    save(folder)
+    save_chat_model(folder)
     return str(folder)
 
 
@@ -187,6 +163,53 @@ def test_a_long_chat_loses_whole_turns_from_its_beginning(base):
         read(9)
 
 
+def test_a_prompt_that_fits_is_the_first_of_several(base):
+    from verl_multiturn.samplers import load_tokenizer
+
+    tokens = Tokens(load_tokenizer(base), 12)
+    chats = [[{"role": "user", "content": " ".join(["ice"] * n)}] for n in (9, 7, 5)]
+    assert tokens.readable(chats, 2) == tokens.whole(chats[1]) and len(tokens.whole(chats[1])) == 10
+    assert tokens.readable(chats, 4) == tokens.whole(chats[2])
+    with pytest.raises(PromptTooLong, match="more than max_tokens=12"):
+        tokens.readable(chats, 9)
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_model_and_reference_are_read_in_one_precision(base, fitted, pairs, tmp_path, monkeypatch, lora):
+    """On a GPU a model comes in the precision of its folder, and the fitted one is saved in float32."""
+    if lora:
+        pytest.importorskip("peft")
+    from transformers import AutoModelForCausalLM
+
+    asked, load = [], AutoModelForCausalLM.from_pretrained
+    monkeypatch.setattr(
+        AutoModelForCausalLM, "from_pretrained", lambda *a, **k: asked.append(k["dtype"]) or load(*a, **k)
+    )
+    folder = fitted[0]
+    if lora:
+        folder = tmp_path / "q"
+        fit(pairs, base, folder, FitConfig(lora_rank=2, **{**FAST, "epochs": 1}))
+    q = load_q_model(folder)
+    assert set(asked) == {"float32"}
+    assert {p.dtype for m in (q.policy.model, q.reference.model) for p in m.parameters()} == {torch.float32}
+
+
+def test_both_scorers_of_a_folder(fitted, monkeypatch):
+    """vLLM itself is tried in tests/e2e/test_vllm_scorer.py."""
+    from verl_multiturn.search import q_model
+    from verl_multiturn.search.rules import Rules
+
+    made = []
+    monkeypatch.setattr(q_model, "VLLMLogProbs", lambda folder, **engine: made.append((folder, engine)))
+    assert isinstance(Rules(["argmax"], 5, str(fitted[0])).score().policy, TransformersLogProbs)
+    q = Rules(["argmax"], 5, str(fitted[0]), scorer="vllm").score()
+    engine = {"dtype": "float32", "gpu_memory_utilization": 0.3}
+    assert made == [(str(fitted[0]), engine), (q.spec.reference, engine)]
+    assert q.tokens.max_tokens == q.spec.max_tokens - 1  # vLLM always writes a token
+    with pytest.raises(ValueError, match="unknown scorer of a Q model 'vlm'; valid: engine, vllm"):
+        Rules(["argmax"], 5, "q", scorer="vlm")
+
+
 # ------------------------------------------------------------------ fitting
 
 
@@ -224,6 +247,79 @@ def test_before_the_first_update_nothing_is_known(fitted):
     assert len(rest) == 10 and rest[-1]["update"] == 36 and rest[0]["train_loss"] > rest[-1]["train_loss"]
     best = max([first, *rest], key=lambda one: (one["accuracy_valid"], -one["loss"]))
     assert [one for one in [first, *rest] if one["kept"]][-1] == best
+
+
+def test_pairs_that_are_too_long_lose_history_or_are_left_out(base, tmp_path):
+    long = {"prompt": [{"role": "user", "content": "start " + "ice " * 70 + "hole ice"}]}
+    less = [[{"role": "user", "content": "start ice ice hole ice"}], [{"role": "user", "content": "start"}]]
+    whole = separable()
+    pairs = [
+        *whole,
+        *(one | long | {"shorter": less} for one in whole[:3]),
+        *(one | long for one in whole[:2]),
+    ]
+    said = []
+    fitting = Fitting(write(tmp_path / "p", pairs), base, tmp_path / "q", FitConfig(**FAST), said.append)
+    assert said == [
+        "longer than max_tokens=64, of 69 pairs; 3 are read with less history than the policy read, 2 are "
+        "left out: they are too long without any"
+    ]
+    rows = [row for split in fitting.rows.values() for row in split]
+    assert len(rows) == 67
+    assert sum(row.prompt == fitting.tokens.whole(less[0]) for row in rows) == 3
+    fitting.run()
+    first = json.loads((tmp_path / "q" / "metrics.jsonl").read_text().splitlines()[0])
+    assert (first["shortened"], first["left_out"]) == (3, 2)
+    only = write(tmp_path / "p2", [one | long for one in whole])
+    with pytest.raises(ValueError, match="has no train pairs of at most max_tokens=64 tokens: search more"):
+        fit(only, base, tmp_path / "q2", FitConfig())
+
+
+def test_a_fit_that_was_stopped_starts_over(base, pairs, tmp_path, fitted):
+    """Its folder holds weights and metrics of a part; the same command makes what an unhindered one makes."""
+    config, lines = FitConfig(**FAST, patience=None), []
+
+    def stop(line):
+        lines.append(line)
+        if len(lines) == 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        fit(pairs, base, tmp_path / "q", config, stop)
+    assert {"unfinished", "model.safetensors", "metrics.jsonl"} <= {
+        one.name for one in (tmp_path / "q").iterdir()
+    }
+    kept = fit(pairs, base, tmp_path / "q", config)
+    assert kept | {"seconds": 0} == fitted[1] | {"seconds": 0}
+    assert not (tmp_path / "q" / "unfinished").exists()
+    assert len((tmp_path / "q" / "metrics.jsonl").read_text().splitlines()) == 11
+    with pytest.raises(ValueError, match="holds something: nothing is overwritten"):
+        fit(pairs, base, tmp_path / "q", config)
+
+
+def test_two_fits_cannot_share_a_folder(base, pairs, tmp_path):
+    from verl_multiturn.search.fit_folder import fitting
+
+    with fitting(tmp_path / "q"), pytest.raises(ValueError, match="another process is fitting in"):
+        fit(pairs, base, tmp_path / "q", FitConfig(**{**FAST, "epochs": 1}))
+
+
+@pytest.mark.parametrize("loss", ["dpo", "regression"])
+def test_success_decides_before_accuracy(base, pairs, tmp_path, loss):
+    """The weights with the highest success are kept, though others rank more pairs rightly."""
+    prompt, seen = [{"role": "user", "content": "start hole ice"}], []
+
+    def success(score):
+        seen.append(score(prompt, ["left", "right"]))
+        return 1.0 if len(seen) == 3 else 0.5
+
+    config = FitConfig(loss=loss, evaluations=4, patience=None, **FAST)
+    kept = fit(pairs, base, tmp_path / "q", config, success=success)
+    found = list(map(json.loads, (tmp_path / "q" / "metrics.jsonl").read_text().splitlines()))
+    assert [one["success"] for one in found] == [0.5, 0.5, 1.0, 0.5, 0.5]
+    assert kept == found[2] and not any(one["kept"] for one in found[3:])
+    assert seen[0] == pytest.approx([0, 0], abs=1e-5)  # against the model that it started from
+    assert load_q_model(tmp_path / "q")(prompt, ["left", "right"]) == pytest.approx(seen[2], abs=1e-4)
 
 
 def test_the_size_of_forward_passes_changes_nothing(base, pairs, tmp_path):
@@ -332,7 +428,7 @@ def test_other_refusals(base, pairs, fitted, tmp_path):
         fit(pairs, base, fitted[0], FitConfig())
     with pytest.raises(ValueError, match="holds no Q model: fit one with verl-multiturn fit-q"):
         load_q_model(base)
-    with pytest.raises(ValueError, match="unknown backend of a Q model 'vlm'; valid: transformers, vllm"):
+    with pytest.raises(ValueError, match="unknown scorer of a Q model 'vlm'; valid: engine, vllm"):
         load_q_model(fitted[0], "vlm")
     unvalued = write(tmp_path / "p.jsonl", [{**one, "q_win": None} for one in separable()])
     unvalued.write_text(unvalued.read_text().replace('"q_win": null, ', ""))

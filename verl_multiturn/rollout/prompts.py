@@ -6,7 +6,7 @@ Two layouts use it. Turn rows start a fresh chat each turn, with a window of pas
 
 import importlib
 import string
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -127,24 +127,32 @@ class PromptPolicy:
         Raises:
             PromptTooLong: what is left still exceeds the budget.
         """
-        window = min(self.templates.history, len(view.past))
-        for shown in range(window, -1, -1):
-            messages = self.messages(view, shown, view.admissible)
+        for messages, dropped_turns, dropped_actions in self.choices(view):
             ids = encode(messages)
             if len(ids) <= budget:
-                return Prompt(messages, ids, dropped_turns=window - shown)
-        keep = len(view.admissible or ())
-        while keep:
-            keep //= 2
-            messages = self.messages(view, 0, (view.admissible or ())[:keep])
-            ids = encode(messages)
-            if len(ids) <= budget:
-                dropped = len(view.admissible or ()) - keep
-                return Prompt(messages, ids, dropped_turns=window, dropped_actions=dropped)
+                return Prompt(messages, ids, dropped_turns, dropped_actions)
         raise PromptTooLong(
             f"the prompt of turn {len(view.past)} has {len(ids)} tokens without any history, "
             f"data.max_prompt_length is {budget}: raise it, or shorten the observation"
         )
+
+    def choices(self, view: View) -> Iterator[tuple[Messages, int, int]]:
+        """What the policy may read, the whole first: messages, turns and legal actions left out."""
+        window = min(self.templates.history, len(view.past))
+        for shown in range(window, -1, -1):
+            yield self.messages(view, shown, view.admissible), window - shown, 0
+        keep = total = len(view.admissible or ())
+        while keep:
+            keep //= 2
+            yield self.messages(view, 0, (view.admissible or ())[:keep]), window, total - keep
+
+    def shorter(self, view: View, read: Messages) -> list[Messages]:
+        """What is left to read where `read`, a prompt of this turn, is too long: less and less of it.
+
+        None in a running chat, whose prompts are not built from the view alone.
+        """
+        found = [messages for messages, _, _ in self.choices(view)]
+        return found[found.index(read) + 1 :] if read in found else []
 
     def _system(self) -> Messages:
         system = self.templates.system

@@ -156,7 +156,8 @@ class Branches:
         """See `World`: n answers at the same time, each with a seed of its own."""
         spot, model, began = node.snapshot, self.shared.model, time.perf_counter()
         self.account.proposals(node, n)
-        node.messages = list(spot.prompt.messages)
+        node.messages, node.admissible = list(spot.prompt.messages), spot.view.admissible
+        self.root.instruction = spot.view.instruction
         if isinstance(model, Scripted):
             async with self.place() as visit:
                 env = await visit.restored(node, node)

@@ -13,9 +13,10 @@ Log-probabilities of the reference are computed once, before the first update, a
 Dropout is off, as in the authors' runs. Every so often the held-out pairs are ranked; the weights with
 the highest accuracy on pairs of two valid actions (ties: the lower loss) are kept, because in the authors'
 own numbers a third epoch loses what the first one gained. The share with Q_w > Q_l is the accuracy; a
-tie counts one half.
+tie counts one half. Where a success of best of n is measured as well, it comes first, accuracy breaks ties.
 """
 
+import copy
 import hashlib
 import json
 import random
@@ -31,10 +32,13 @@ import numpy as np
 from verl_multiturn.columns import Floats
 from verl_multiturn.errors import intact
 from verl_multiturn.search import q_model
-from verl_multiturn.search.fit_data import FitConfig, Row, rows_of
-from verl_multiturn.search.q_model import QSpec, Tokens
+from verl_multiturn.search.fit_data import FitConfig, Lengths, Row, rows_of
+from verl_multiturn.search.fit_folder import REFERENCE, begin, check_folder, fitting
+from verl_multiturn.search.guided import ScoreAnswers
+from verl_multiturn.search.q_model import HeadModel, QModel, QSpec, Tokens
+from verl_multiturn.search.scorers import TransformersLogProbs
 
-METRICS, REFERENCE = "metrics.jsonl", "reference.npz"
+METRICS = "metrics.jsonl"
 PARTS = ("all", "valid", "invalid")  # of the held-out pairs
 
 
@@ -47,9 +51,11 @@ class Fitting:
         out: folder of the Q model.
         config: see FitConfig.
         tell: called with a line now and then.
+        success: of an agent whose answers are chosen by a score: what the weights that are kept are judged by
+            before accuracy; a second model is in memory then (not with LoRA). None: accuracy alone.
 
     Raises:
-        ValueError: a folder that holds something else, no pairs, no model.
+        ValueError: a folder that holds something else than an unfinished fit, no pairs, no model.
     """
 
     def __init__(
@@ -59,17 +65,17 @@ class Fitting:
         out: str | Path,
         config: FitConfig,
         tell: Callable[[str], None] = lambda line: None,
+        success: Callable[[ScoreAnswers], float] | None = None,
     ) -> None:
         import torch
 
         from verl_multiturn.samplers import load_model, load_tokenizer
 
-        self.out, self.config, self.tell = Path(out), config, tell
-        if self.out.exists() and any(path.name not in (REFERENCE,) for path in self.out.iterdir()):
-            raise ValueError(f"{out} holds something: nothing is overwritten, choose another --out")
+        self.out, self.config, self.tell, self.success = Path(out), config, tell, success
+        check_folder(self.out)
         torch.manual_seed(config.seed)
-        self.tokenizer = load_tokenizer(model, config.chat_template)
-        self.model = load_model(model, self.tokenizer)[0].float()
+        self.tokenizer = load_tokenizer(model, config.chat_template, "multiturn.fit.chat_template")
+        self.model = load_model(model, self.tokenizer, q_model.DTYPE)[0]
         longest = getattr(self.model.config.get_text_config(), "max_position_embeddings", 4096)
         folder = Path(model).expanduser()
         self.spec = QSpec(
@@ -80,9 +86,16 @@ class Fitting:
             max_tokens=config.max_tokens or min(4096, longest),
             lora=config.lora_rank > 0,
         )
-        self.rows = rows_of(pairs, Tokens(self.tokenizer, self.spec.max_tokens), config)
+        self.tokens, self.lengths = Tokens(self.tokenizer, self.spec.max_tokens), Lengths()
+        self.rows = rows_of(pairs, self.tokens, config, self.lengths)
+        if self.lengths.shortened or self.lengths.left_out:
+            tell(f"longer than max_tokens={self.spec.max_tokens}, of {self.lengths}")
+        begin(self.out)
         self.head = None if config.loss == "dpo" else q_model.new_head(self.model)
         self.reference = {split: self._reference(split) for split in self.rows}
+        self.frozen = (
+            copy.deepcopy(self.model) if success and self.head is None and not config.lora_rank else None
+        )
         if config.lora_rank:
             peft = q_model.peft()
             settings = peft.LoraConfig(
@@ -93,10 +106,14 @@ class Fitting:
             )
             self.model = peft.get_peft_model(self.model, settings)
         self.model.eval()  # no dropout
-        self.best = (-inf, -inf)
+        self.best = (-inf, -inf, -inf)
 
     def run(self) -> dict[str, float]:
         """Fit, and keep the best weights; the held-out numbers of these."""
+        with fitting(self.out):
+            return self._run()
+
+    def _run(self) -> dict[str, float]:
         import torch
 
         config, rows = self.config, self.rows["train"]
@@ -192,8 +209,9 @@ class Fitting:
             with torch.inference_mode():
                 parts_of = [self._values(both[k : k + size]).cpu() for k in range(0, len(both), size)]
             kept[key] = torch.cat(parts_of).reshape(-1, 2).numpy()
-            self.out.mkdir(parents=True, exist_ok=True)
-            np.savez(path, **kept)
+            draft = path.with_suffix(".part.npz")
+            np.savez(draft, **kept)
+            draft.replace(path)
         return np.asarray(kept[key])
 
     def _look(self, update: int, loss: float | None, began: float) -> dict[str, Any]:
@@ -213,8 +231,10 @@ class Fitting:
         for name, chosen in zip(PARTS, (np.ones_like(invalid), ~invalid, invalid), strict=True):
             record |= {f"accuracy_{name}": float(right[chosen].mean()) if chosen.any() else None}
             record |= {f"pairs_{name}": int(chosen.sum())}
+        record |= {"shortened": self.lengths.shortened, "left_out": self.lengths.left_out}
+        record["success"] = None if self.success is None else self.success(self._score())
         judged = record["accuracy_valid"] if record["pairs_valid"] else record["accuracy_all"]
-        mark = (judged, -record["loss"])
+        mark = (record["success"] or 0.0, judged, -record["loss"])
         record["kept"] = mark > self.best
         if record["kept"]:
             self.best = mark
@@ -225,10 +245,17 @@ class Fitting:
         self.tell(_line(record))
         return record
 
+    def _score(self) -> ScoreAnswers:
+        """The weights as they are, as a Q model."""
+        if self.head is not None:
+            return HeadModel(self.tokens, self.model, self.head)
+        lora = self.frozen is None
+        reference = TransformersLogProbs(self.model if lora else self.frozen, adapter=not lora)
+        return QModel(self.spec, self.tokens, TransformersLogProbs(self.model), reference)
+
     def _save(self) -> None:
         from safetensors.torch import save_file
 
-        self.out.mkdir(parents=True, exist_ok=True)
         self.model.save_pretrained(self.out)
         self.tokenizer.save_pretrained(self.out)
         if self.head is not None:
@@ -261,9 +288,10 @@ def fit(
     out: str | Path,
     config: FitConfig,
     tell: Callable[[str], None] = lambda line: None,
+    success: Callable[[ScoreAnswers], float] | None = None,
 ) -> dict[str, float]:
     """Fit a Q model and write it to a folder; see `Fitting`. The held-out numbers of what was kept."""
-    return Fitting(pairs, model, out, config, tell).run()
+    return Fitting(pairs, model, out, config, tell, success).run()
 
 
 def _line(record: Mapping[str, Any]) -> str:
@@ -273,5 +301,6 @@ def _line(record: Mapping[str, Any]) -> str:
         if record[f"pairs_{name}"]
     )
     loss = "" if record["train_loss"] is None else f"loss {record['train_loss']:.4f}, "
-    kept = ", kept" if record["kept"] else ""
+    won = "" if record["success"] is None else f", best of n {100 * record['success']:.1f} %"
+    kept = f"{won}{', kept' if record['kept'] else ''}"
     return f"update {record['update']}: {loss}held out {record['loss']:.4f}, accuracy {shown}{kept}"

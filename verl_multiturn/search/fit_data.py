@@ -9,6 +9,7 @@ import numpy as np
 
 from verl_multiturn.algorithms.registry import Config
 from verl_multiturn.errors import unknown
+from verl_multiturn.rollout.prompts import PromptTooLong
 from verl_multiturn.search.pair_files import read_pairs
 from verl_multiturn.search.q_model import Loss, Tokens
 
@@ -74,26 +75,50 @@ class Row:
     q_lose: float
 
 
-def rows_of(path: str | Path, tokens: Tokens, config: FitConfig) -> dict[str, list[Row]]:
-    """The pairs of a file by split, "train" and "held_out".
+@dataclass
+class Lengths:
+    """What became of the pairs that are longer than the model reads."""
+
+    pairs: int = 0  # in all
+    shortened: int = 0  # read with less history, or fewer legal actions
+    left_out: int = 0  # too long without these as well
+
+    def __str__(self) -> str:
+        """One line."""
+        return (
+            f"{self.pairs} pairs; {self.shortened} are read with less history than the policy read, "
+            f"{self.left_out} are left out: they are too long without any"
+        )
+
+
+def rows_of(path: str | Path, tokens: Tokens, config: FitConfig, lengths: Lengths) -> dict[str, list[Row]]:
+    """The pairs of a file by split, "train" and "held_out"; `lengths` is brought up to date.
 
     Raises:
-        ValueError: no pairs on one of the two sides, or one that does not fit; says how to get some.
+        ValueError: no pairs on one of the two sides; says how to get some.
     """
     found: dict[str, list[Row]] = {"train": [], "held_out": []}
     for number, pair in enumerate(read_pairs(path), 1):
         if pair["split"] not in found:
             raise unknown(f"split in {path}, line {number}:", pair["split"], found)
+        lengths.pairs += 1
         win, lose = tokens.answer(pair["win"]), tokens.answer(pair["lose"])
         invalid = bool(pair.get("invalid", False))
         weight = float(pair.get("weight", 1.0)) * (config.invalid_weight if invalid else 1.0)
-        prompt = tokens.prompt(pair["prompt"], max(len(win), len(lose)))
+        try:
+            chats = [pair["prompt"], *pair.get("shorter", ())]
+            prompt = tokens.readable(chats, max(len(win), len(lose)))
+        except PromptTooLong:
+            lengths.left_out += 1
+            continue
+        lengths.shortened += len(prompt) < len(tokens.whole(pair["prompt"]))
         values = (float(pair.get(key, "nan")) for key in ("q_win", "q_lose"))
         found[pair["split"]].append(Row(prompt, win, lose, weight, invalid, *values))
     for split, rows in found.items():
         if not rows:
+            long = f" of at most max_tokens={tokens.max_tokens} tokens" if lengths.left_out else ""
             raise ValueError(
-                f"{path} has no {split} pairs: search more tasks, or set another share with pairs "
+                f"{path} has no {split} pairs{long}: search more tasks, or set another share with pairs "
                 "held_out=0.2"
             )
     if config.loss == "regression" and any(np.isnan([r.q_win, r.q_lose]).any() for r in found["train"]):

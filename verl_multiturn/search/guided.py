@@ -9,6 +9,7 @@ import asyncio
 import random
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -17,7 +18,7 @@ from verl_multiturn.rollout.episode import Episode, Sample
 from verl_multiturn.rollout.layouts import NextPrompt
 from verl_multiturn.rollout.observed import Observed
 from verl_multiturn.rollout.parsing import parse
-from verl_multiturn.rollout.prompts import Messages, View
+from verl_multiturn.rollout.prompts import Messages, PromptTooLong, View
 from verl_multiturn.search.best_of import SCORED, check_select, choose, merge, oracle, scored
 
 ScoreAnswers = Callable[[Messages, list[str]], Sequence[float]]  # prompt, answers -> Q of each
@@ -61,7 +62,7 @@ class Guided(Episode):
 
     async def before_turn(self, env: Any, view: View, seen: Observed, prompt: NextPrompt) -> None:
         """Keep what a choice depends on."""
-        self._env, self._prompt, self._most = env, prompt, seen.max_turns
+        self._env, self._view, self._prompt, self._most = env, view, prompt, seen.max_turns
 
     async def _speak(self, prompt_ids: list[int], spent: int = 0) -> tuple[str, Sample, float]:
         guide, turn = self.guide, len(self.turns)
@@ -98,9 +99,24 @@ class Guided(Episode):
     async def _scores(self, texts: list[str]) -> Sequence[float]:
         if self.guide.select == "oracle":
             return await self._oracle(texts)
-        assert self.guide.score is not None
         async with self.guide.lock:
-            return await asyncio.to_thread(self.guide.score, self._prompt.messages, texts)
+            return await asyncio.to_thread(self._score, texts)
+
+    def _score(self, texts: list[str]) -> Sequence[float]:
+        """By what the policy read, or less of it where the Q model reads less.
+
+        Raises:
+            PromptTooLong: nothing more can be left out.
+        """
+        score = self.guide.score
+        assert score is not None
+        try:
+            return score(self._prompt.messages, texts)
+        except PromptTooLong:
+            for messages in self.layout.policy.shorter(self._view, self._prompt.messages):
+                with suppress(PromptTooLong):
+                    return score(messages, texts)
+            raise
 
     async def _oracle(self, texts: list[str]) -> Sequence[float]:
         # The first action of each: the ones behind it belong to the same answer, but an expert goes on.

@@ -3,6 +3,8 @@
 A pair is one JSON object:
 
     prompt       chat messages: what the policy read there, by the run's own prompts
+    shorter      the same with less and less history, then fewer legal actions: for a Q model that reads less
+                 than the policy; not there where nothing can be left out, or the trees do not say it
     win, lose    the whole answers, preferred first
     win_action, lose_action     what the environment was given
     gap          Q(win) - Q(lose) > 0; q_win, q_lose: the two
@@ -11,6 +13,9 @@ A pair is one JSON object:
     invalid      whether the environment did not know the loser's action, or the answer had no valid form
     task, group  id of the task, and the hash of its content; index: the turn, from 0
     split        "train" or "held_out": by the group alone, so no task is on both sides
+
+As form "trl" a line is what TRL's DPOTrainer reads, {prompt, chosen, rejected} as chat messages, and `split`
+to choose by. It tokenizes them itself, and its max_length cuts a long prompt's end: set it to None.
 """
 
 import hashlib
@@ -25,9 +30,12 @@ import orjson
 
 from verl_multiturn.algorithms.registry import Config
 from verl_multiturn.errors import unknown
+from verl_multiturn.rollout.prompts import Messages, PromptPolicy, View, prompt_policy
 from verl_multiturn.run_files import Record, json_line, write_atomically
 from verl_multiturn.search.pairs import Lose, Pair, Win, walk
 from verl_multiturn.search.tree_files import config_of, read_trees
+
+FORMS = ("own", "trl")
 
 
 @dataclass(frozen=True)
@@ -85,23 +93,29 @@ class Counts:
         )
 
 
-def write_pairs(folder: str | Path, out: Path, settings: Mapping[str, Any] | None = None) -> Counts:
+def write_pairs(
+    folder: str | Path, out: Path, settings: Mapping[str, Any] | None = None, form: str = "own"
+) -> Counts:
     """Write the pairs of a folder of trees.
 
     Args:
         folder: as `search` wrote it.
         out: the file; appears when it is complete.
         settings: keys of `PairConfig`, on top of the `multiturn.pairs` that the trees were grown with.
+        form: of a line, one of `FORMS`.
 
     Raises:
-        ValueError: no trees, a damaged tree, an unknown key, a file that exists, or no pair at all.
+        ValueError: no trees, a damaged tree, an unknown key or form, a file that exists, or no pair at all.
     """
-    recorded = config_of(folder)["multiturn"].get("pairs") or {}
-    config = PairConfig.of({**recorded, **(settings or {})})
+    if form not in FORMS:
+        raise unknown("format of pairs", form, FORMS)
+    recorded = config_of(folder)["multiturn"]
+    config = PairConfig.of({**(recorded.get("pairs") or {}), **(settings or {})})
+    policy = prompt_policy(recorded) if "prompt" in recorded else None
     if out.exists():
         raise ValueError(f"{out} exists: nothing is overwritten, choose another --out")
     counts = Counts()
-    found = [pair for tree in read_trees(folder) for pair in pairs_of(tree, config, counts)]
+    found = [pair for tree in read_trees(folder) for pair in pairs_of(tree, config, counts, policy)]
     found.sort(key=lambda pair: (str(pair["task"]), pair["index"]))  # not in the order of completion
     if not found:
         why = "no tree found a reward above 0" if counts.invalid == 0 else "all losers are invalid actions"
@@ -110,13 +124,16 @@ def write_pairs(folder: str | Path, out: Path, settings: Mapping[str, Any] | Non
             f"min_gap={config.min_gap:g} and min_visits={config.min_visits}; search longer, or lower them"
         )
     scale = float(np.mean([pair["weight"] for pair in found if pair["split"] == "train"] or [1.0]))
-    lines = (json_line(pair | {"weight": pair["weight"] / scale}) for pair in found)
-    write_atomically(out, lines)
+    found = [pair | {"weight": pair["weight"] / scale} for pair in found]
+    pairs = found if form == "own" else map(_for_trl, found)
+    write_atomically(out, (json_line(pair) for pair in pairs))
     return counts
 
 
-def pairs_of(tree: Record, config: PairConfig, counts: Counts) -> list[Record]:
-    """The pairs of one recorded tree, by turn; `counts` is brought up to date."""
+def pairs_of(
+    tree: Record, config: PairConfig, counts: Counts, policy: PromptPolicy | None = None
+) -> list[Record]:
+    """The pairs of one recorded tree, by turn; `counts` is brought up to date, `policy` wrote the prompts."""
     counts.trees += 1
     pairs = list(walk(tree["root"], config.win, config.lose, config.min_gap, config.min_visits))
     bad = [pair for pair in pairs if not pair.lose.get("valid", True)]
@@ -130,7 +147,7 @@ def pairs_of(tree: Record, config: PairConfig, counts: Counts) -> list[Record]:
     counts.without += not pairs
     split = "held_out" if held_out(tree["content"], config.held_out) else "train"
     setattr(counts, split, getattr(counts, split) + len(pairs))
-    return [_record(tree, pair, split, config.weight) for pair in pairs]
+    return [_record(tree, pair, split, config.weight) | _shorter(tree, pair, policy) for pair in pairs]
 
 
 def held_out(content: str, share: float) -> bool:
@@ -153,6 +170,8 @@ def read_pairs(path: str | Path) -> Iterator[Record]:
             pair = orjson.loads(line)
         except ValueError as error:
             raise ValueError(f"{file}, line {number} is not JSON: {error}") from None
+        if isinstance(pair, dict) and {"chosen", "rejected"} <= set(pair):
+            raise ValueError(f"{file} is in TRL's format: write the pairs again without --format trl")
         if not isinstance(pair, dict) or not {"prompt", "win", "lose", "split"} <= set(pair):
             raise ValueError(f"{file}, line {number} is no pair: it needs prompt, win, lose and split")
         yield pair
@@ -178,6 +197,26 @@ def _record(tree: Record, pair: Pair, split: str, weight: str) -> Record:
         "env": tree["env"],
         "split": split,
     }
+
+
+def _for_trl(pair: Record) -> Record:
+    answers = {"chosen": pair["win"], "rejected": pair["lose"]}
+    said = {name: [{"role": "assistant", "content": text}] for name, text in answers.items()}
+    return {"prompt": pair["prompt"]} | said | {"split": pair["split"]}
+
+
+def _shorter(tree: Record, pair: Pair, policy: PromptPolicy | None) -> dict[str, list[Messages]]:
+    """The prompt with less of it, from what the nodes down to the pair hold."""
+    node = tree["root"]
+    if policy is None or "instruction" not in node:
+        return {}
+    view = View(node["instruction"], "")
+    for action in pair.path:
+        view.past.append((node["observation"], action))
+        node = next(child for child in node["children"] if child["action"] == action)
+    view.observation, view.admissible = node["observation"], node.get("admissible")
+    found = policy.shorter(view, pair.node["messages"])
+    return {"shorter": found} if found else {}
 
 
 def _text(node: Mapping[str, Any]) -> str:

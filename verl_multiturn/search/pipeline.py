@@ -9,7 +9,9 @@ What `bash recipes/qvalue_<environment>.sh` runs. The run folder gets
     table.csv               the table that is printed
 
 The same command again goes on where a killed one stopped: finished stages are kept, a collection of trees
-goes on with the missing ones. Other settings than those of a finished stage are refused.
+goes on with the missing ones, an evaluation with the missing episodes. Trees that failed are tried again;
+where that adds some, the later stages are done again. Other settings than those of a finished stage are
+refused.
 """
 
 import json
@@ -25,11 +27,15 @@ from omegaconf import DictConfig, OmegaConf
 
 from verl_multiturn.compose import plain
 from verl_multiturn.errors import intact
-from verl_multiturn.search.compare import costs, evaluate_rule, print_costs
-from verl_multiturn.search.fit import REFERENCE, fit
+from verl_multiturn.eval_folder import state_of
+from verl_multiturn.panel import Panel
+from verl_multiturn.search.compare import costs, evaluate_rule, print_costs, success_of
+from verl_multiturn.search.fit import fit
 from verl_multiturn.search.fit_data import FitConfig
+from verl_multiturn.search.fit_folder import REFERENCE
 from verl_multiturn.search.prior import prior_value
 from verl_multiturn.search.rules import Rules
+from verl_multiturn.tasks import panel_of
 
 Say = Callable[[str], None]
 STAGES = "stages.json"
@@ -59,6 +65,7 @@ class Pipeline:
         OmegaConf.save(config, self.folder / "config.yaml", resolve=True)
         path = str(config.actor_rollout_ref.model.path)
         self.agent = path if "://" in path else model_folder(config)
+        self.trees = self.failed = 0  # of the search, where it was not done before
 
     def run(self) -> pd.DataFrame:
         """Every stage that is not finished; the table of the last one.
@@ -70,8 +77,14 @@ class Pipeline:
         self._pairs()
         self._fit()
         table = self._evaluate()
+        table["trees_failed"] = self.failed
         table.to_csv(self.folder / "table.csv", index_label="rule")
         print_costs(table)
+        if self.failed:
+            self.tell(
+                f"{self.failed} of {self.failed + self.trees} trees failed, and the Q model is fitted "
+                f"without them: see {self.folder}/trees/failures.jsonl; the same command tries them again"
+            )
         return table
 
     def _search(self) -> None:
@@ -100,7 +113,13 @@ class Pipeline:
         )
         self.tell(f"search: {len(collection.panel.tasks)} trees, recording to {self.folder / 'trees'}")
         collection.run()
-        self._finish("search")
+        progress = collection.progress
+        self.trees, self.failed = progress.done, progress.failed
+        if progress.done > progress.before and self._stages():
+            self.tell(f"search: {progress.done - progress.before} more trees, all that follows is done again")
+            self._forget()
+        if not self.failed:
+            self._finish("search")
 
     def _pairs(self) -> None:
         from verl_multiturn.search.pair_files import write_pairs
@@ -115,31 +134,57 @@ class Pipeline:
     def _fit(self) -> None:
         start = self.settings["qvalue"]["model"] or self.agent
         config = FitConfig.of({"seed": self.settings["seed"], **self.settings["fit"]})
-        if self._finished("fit", asdict(config) | {"model": start}):
+        about = asdict(config) | {"model": start, "stop_tasks": self.settings["qvalue"]["stop_tasks"]}
+        if self._finished("fit", about):
             return
         draft = self.folder / "q_model"
         for path in draft.glob("*"):
             if path.name != REFERENCE:  # these need not be computed again
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
+        for rule in ("argmax", "softmax"):  # of an earlier Q model
+            shutil.rmtree(self.folder / "eval" / rule, ignore_errors=True)
         self.tell(f"fit: from {start}, to {draft}")
-        kept = fit(self.folder / "pairs.jsonl", start, draft, config, self.tell)
+        kept = fit(self.folder / "pairs.jsonl", start, draft, config, self.tell, self._success())
         self.tell(f"fit: kept the weights of update {kept['update']:.0f}")
         self._finish("fit")
 
+    def _success(self) -> Any:
+        """What the weights are judged by beside accuracy: the agent on the first tasks of validation."""
+        block = self.settings["qvalue"]
+        if block["stop_tasks"] is None:
+            return None
+        panel = panel_of(self.config.multiturn, "val")
+        panel = replace(panel, tasks=panel.tasks[: block["stop_tasks"]])
+
+        def prepare(folder: Path) -> Any:
+            return self._evaluation(block["temperature"], folder, panel, tell=lambda progress: None)
+
+        return success_of(prepare, block["n"])
+
     def _evaluate(self) -> pd.DataFrame:
         block, rows = self.settings["qvalue"], []
-        rules = Rules(block["select"], block["n"], str(self.folder / "q_model"), block["tau"])
+        folder = str(self.folder / "q_model")
+        rules = Rules(block["select"], block["n"], folder, block["tau"], block["scorer"])
         for rule in rules.select:
             final = self.folder / "eval" / rule
             about = {key: block[key] for key in ("n", "tau", "samples", "limit", "temperature")}
+            if rule in ("argmax", "softmax") and block["scorer"] != "engine":
+                about["scorer"] = block["scorer"]
             if not self._finished(f"eval {rule}", about):
-                shutil.rmtree(final, ignore_errors=True)
+                if state_of(final) == "other":  # of a run that ended before it could begin
+                    shutil.rmtree(final)
                 evaluate_rule(rule, rules, self._evaluation, block["temperature"], final, self.tell)
                 self._finish(f"eval {rule}")
-            rows.append(costs(rules.label(rule), _records(final)))
+            rows.append(costs(rules.label(rule), *_recorded(final)))
         return pd.concat(rows)
 
-    def _evaluation(self, temperature: float | None, folder: Path | None) -> Any:
+    def _evaluation(
+        self,
+        temperature: float | None,
+        folder: Path | None,
+        panel: Panel | None = None,
+        tell: Callable[[Any], None] | None = None,
+    ) -> Any:
         from verl_multiturn.cli_eval import Ticker
         from verl_multiturn.eval_records import choose_panel
         from verl_multiturn.evaluate import Evaluation
@@ -148,15 +193,18 @@ class Pipeline:
         sampling = plain(self.config.actor_rollout_ref.rollout.val_kwargs)
         if temperature is not None:
             sampling |= {"temperature": temperature, "do_sample": temperature > 0}
-        panel = choose_panel(self.config)
+        if panel is None:
+            panel = choose_panel(self.config)
+            panel = replace(panel, tasks=panel.tasks[: block["limit"]])
         return Evaluation(
             config=self.config,
-            panel=replace(panel, tasks=panel.tasks[: block["limit"]]),
+            panel=panel,
             model=self._model(sampling),
             folder=folder or self.folder / "eval",
             samples=block["samples"],
             about={"model": self.agent, "sampling": sampling, "panel": panel.name},
-            tell=Ticker(),
+            tell=tell or Ticker(),
+            reuse=True,
         )
 
     def _model(self, sampling: dict[str, Any]) -> Any:
@@ -181,9 +229,19 @@ class Pipeline:
         return True
 
     def _finish(self, stage: str) -> None:
+        self._mark(self._stages() | {stage: self._about})
+
+    def _forget(self) -> None:
+        """Take back all stages, and what they made of fewer trees."""
+        self._mark({})
+        for name in ("q_model", "eval"):
+            shutil.rmtree(self.folder / name, ignore_errors=True)
+        (self.folder / "pairs.jsonl").unlink(missing_ok=True)
+
+    def _mark(self, stages: dict[str, Any]) -> None:
         path = self.folder / STAGES
         draft = path.with_suffix(".part")
-        draft.write_text(json.dumps(self._stages() | {stage: self._about}, indent=1))
+        draft.write_text(json.dumps(stages, indent=1))
         draft.replace(path)
 
     def _stages(self) -> dict[str, Any]:
@@ -192,8 +250,10 @@ class Pipeline:
             return dict(json.loads(path.read_text())) if path.exists() else {}
 
 
-def _records(folder: Path) -> list[dict[str, Any]]:
+def _recorded(folder: Path) -> tuple[list[dict[str, Any]], int]:
+    """The episodes of an evaluation, and how many failed."""
     from verl_multiturn.runs import Run
 
     run = Run(folder)
-    return run.trajectories("eval", run.steps("eval")[-1])
+    step = run.steps("eval")[-1]
+    return run.trajectories("eval", step), int(run.metrics.loc[step, "eval/failed"])

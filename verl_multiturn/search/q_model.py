@@ -12,18 +12,21 @@ A folder of a Q model holds its weights (or the adapter of a LoRA), its tokenize
 
 import json
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from verl_multiturn.algorithms.registry import Config
 from verl_multiturn.errors import intact, unknown
-from verl_multiturn.rollout.prompts import Messages
+from verl_multiturn.rollout.prompts import Messages, PromptTooLong
+from verl_multiturn.search.rules import SCORERS
 from verl_multiturn.search.scorers import LogProbs, TransformersLogProbs, VLLMLogProbs
 
 ABOUT, HEAD = "q_model.json", "head.safetensors"
 AGAIN = "fit it again with verl-multiturn fit-q"
-BACKENDS = ("transformers", "vllm")
+DTYPE = "float32"  # of both models, as the weights are fitted: they differ by less than half precision shows
+VLLM = {"dtype": DTYPE, "gpu_memory_utilization": 0.3}  # two engines beside the agent
 Loss = Literal["dpo", "bradley_terry", "regression"]
 
 
@@ -58,25 +61,39 @@ class Tokens:
     def prompt(self, messages: Messages, room: int) -> list[int]:
         """A chat that leaves `room` tokens for an answer.
 
-        One that is too long loses whole turns from its beginning; system message and last message stay.
+        One that is too long loses whole turns from its beginning; system message and last message stay. Where
+        the turns stand inside the last message, whoever wrote it has to shorten it: see `readable`.
 
         Raises:
-            ValueError: these two alone are too long.
+            PromptTooLong: these two alone are too long.
         """
         budget = self.max_tokens - room
         system = [message for message in messages[:1] if message["role"] == "system"]
         rest = messages[len(system) :]
-        while len(ids := self._render([*system, *rest])) > budget:
+        while len(ids := self.whole([*system, *rest])) > budget:
             later = [n for n, message in enumerate(rest) if n and message["role"] == "user"]
             if not later:
-                raise ValueError(
+                raise PromptTooLong(
                     f"a prompt has {len(ids)} tokens without any earlier turn and the answer {room}: more "
                     f"than max_tokens={self.max_tokens}; raise it, or shorten what the policy reads"
                 )
             rest = rest[later[0] :]
         return ids
 
-    def _render(self, messages: Messages) -> list[int]:
+    def readable(self, chats: Sequence[Messages], room: int) -> list[int]:
+        """The first of these chats that leaves `room` tokens for an answer.
+
+        Raises:
+            PromptTooLong: none does.
+        """
+        *longer, last = chats
+        for messages in longer:
+            with suppress(PromptTooLong):
+                return self.prompt(messages, room)
+        return self.prompt(last, room)
+
+    def whole(self, messages: Messages) -> list[int]:
+        """A chat, however long it is."""
         text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         return list(self.tokenizer.encode(text, add_special_tokens=False))
 
@@ -165,13 +182,13 @@ def write_spec(folder: Path, spec: QSpec) -> None:
     (folder / ABOUT).write_text(json.dumps(asdict(spec), indent=1) + "\n")
 
 
-def load_q_model(folder: str | Path, backend: str = "transformers", **engine: Any) -> QModel | HeadModel:
-    """A fitted Q model.
+def load_q_model(folder: str | Path, backend: str = "engine", **engine: Any) -> QModel | HeadModel:
+    """A fitted Q model; it and its reference are read in float32.
 
     Args:
         folder: written by `fit`.
-        backend: "transformers", or "vllm" (two engines; not for LoRA or a head).
-        **engine: of vLLM.
+        backend: "engine", a forward pass of transformers, or "vllm" (two engines; not for LoRA or a head).
+        **engine: of vLLM, on top of `VLLM`.
 
     Raises:
         ValueError: no Q model, no reference where it was, or a backend that cannot do it.
@@ -179,31 +196,33 @@ def load_q_model(folder: str | Path, backend: str = "transformers", **engine: An
     from verl_multiturn.samplers import load_model, load_tokenizer
 
     spec, name = read_spec(folder), str(Path(folder).expanduser())
-    if backend not in BACKENDS:
-        raise unknown("backend of a Q model", backend, BACKENDS)
+    if backend not in SCORERS:
+        raise unknown("scorer of a Q model", backend, SCORERS)
+    if backend == "vllm" and (spec.loss != "dpo" or spec.lora):
+        raise ValueError(
+            f"the Q model in {folder} has a head or an adapter, which vllm cannot read: use engine"
+        )
     tokenizer = load_tokenizer(name)
+    if backend == "vllm":
+        engine = VLLM | engine
+        policy, reference = VLLMLogProbs(name, **engine), VLLMLogProbs(spec.reference, **engine)
+        return QModel(spec, Tokens(tokenizer, spec.max_tokens - 1), policy, reference)  # it writes one more
     tokens = Tokens(tokenizer, spec.max_tokens)
-    if spec.loss != "dpo" or spec.lora:
-        if backend == "vllm":
-            raise ValueError(f"the Q model in {folder} has a head or an adapter: use backend=transformers")
     if spec.loss != "dpo":
-        model = _adapted(name, spec, tokenizer) if spec.lora else load_model(name, tokenizer)[0]
+        model = _adapted(name, spec, tokenizer) if spec.lora else load_model(name, tokenizer, DTYPE)[0]
         return HeadModel(tokens, model, load_head(Path(name), model))
     if spec.lora:
         model = _adapted(name, spec, tokenizer)
-        policy, reference = TransformersLogProbs(model), TransformersLogProbs(model, adapter=False)
-        return QModel(spec, tokens, policy, reference)
-    if backend == "vllm":
-        return QModel(spec, tokens, VLLMLogProbs(name, **engine), VLLMLogProbs(spec.reference, **engine))
-    old = load_model(spec.reference, tokenizer)[0]
-    new = load_model(name, tokenizer)[0]
+        return QModel(spec, tokens, TransformersLogProbs(model), TransformersLogProbs(model, adapter=False))
+    old = load_model(spec.reference, tokenizer, DTYPE)[0]
+    new = load_model(name, tokenizer, DTYPE)[0]
     return QModel(spec, tokens, TransformersLogProbs(new), TransformersLogProbs(old))
 
 
 def _adapted(folder: str, spec: QSpec, tokenizer: Any) -> Any:
     from verl_multiturn.samplers import load_model
 
-    package, model = peft(), load_model(spec.reference, tokenizer)[0]
+    package, model = peft(), load_model(spec.reference, tokenizer, DTYPE)[0]
     with intact(folder, AGAIN):
         return package.PeftModel.from_pretrained(model, folder).eval()
 

@@ -77,10 +77,16 @@ class VLLMLogProbs:
     Args:
         folder: of the model.
         engine: further arguments of `vllm.LLM`, such as gpu_memory_utilization, max_model_len.
+
+    Raises:
+        ImportError: vLLM is not installed.
     """
 
     def __init__(self, folder: str, **engine: Any) -> None:
-        from vllm import LLM
+        try:
+            from vllm import LLM
+        except ImportError:
+            raise ImportError("the scorer vllm needs vllm: pip install vllm, or use engine") from None
 
         self.engine: Any = LLM(model=folder, **{**engine, "enable_prefix_caching": False})
 

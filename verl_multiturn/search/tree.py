@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from math import inf, nan
@@ -12,6 +12,7 @@ from verl_multiturn.errors import unknown
 
 History = tuple[tuple[str, str], ...]  # (observation, action) of every turn before, oldest first
 COSTS = ("prompt_tokens", "tokens", "seconds")  # of a node, beside proposals and env_steps
+OPTIONAL = ("text", "messages", "instruction", "admissible")  # recorded where there is one
 Stopped = Literal["iterations", "closed", "success", "budget"]
 
 
@@ -41,6 +42,8 @@ class Node:
         text: the whole answer of which the action is a part; None: the action is the answer.
         said: what the world needs to carry it out; dropped with the snapshots.
         messages: the prompt for the candidates, where the policy reads one.
+        instruction, admissible: what that prompt was built from, beside the turns before: the root's
+            instruction, and the actions listed here.
         prior: of the candidate among its siblings, see `SearchConfig.prior`.
         flying: visits under way through this node, in a wave.
     """
@@ -72,6 +75,8 @@ class Node:
     text: str | None = None
     said: Any = None
     messages: list[dict[str, str]] | None = None
+    instruction: str | None = None
+    admissible: Sequence[str] | None = None
     prior: float = 0.0
     flying: int = 0
     children: list[Node] = field(default_factory=list)
@@ -135,7 +140,7 @@ class Node:
     def _record(self) -> dict[str, Any]:
         keys = ("action", "N", "W", "reward", "terminal", "truncated", "valid", "success", "executed")
         more = ("closed", "votes", "W2", "prior", "observation", "proposals", "env_steps", *COSTS)
-        optional = {key: getattr(self, key) for key in ("text", "messages") if getattr(self, key) is not None}
+        optional = {key: getattr(self, key) for key in OPTIONAL if getattr(self, key) is not None}
         return {key: getattr(self, key) for key in (*keys, *more)} | optional
 
 
