@@ -215,8 +215,8 @@ def finish(folder, name, total, config, lock):
 
 
 def audit(folder):
-    """What the two runs hold: gaps, doubles, halves, and where their numbers differ."""
-    hit, whole = Run(folder / "hit"), Run(folder / "whole")
+    """What the run that was hit holds, and where its numbers differ from those of one that was not."""
+    hit = Run(folder / "hit")
     steps = hit.steps("train")
     lines = [json.loads(line) for line in (hit.folder / "metrics.jsonl").open()]
     counted = Counter(line["step"] for line in lines if "training/global_step" in line["metrics"])
@@ -237,8 +237,13 @@ def audit(folder):
         )
         found.setdefault("sizes", Counter())[len(records)] += 1
     found["sizes"] = {str(size): n for size, n in found.pop("sizes").items()}
+    return found | against(folder, hit) if (folder / "whole").exists() else found
+
+
+def against(folder, hit):
+    whole, found = Run(folder / "whole"), {}
     common = [name for name in hit.metrics if name in whole.metrics and not UNLIKE.search(name)]
-    shared = sorted(set(steps) & set(whole.steps("train")))
+    shared = sorted(set(hit.steps("train")) & set(whole.steps("train")))
     found["metrics_compared"] = len(common) * len(shared)
     unequal = {step: [n for n in common if differs(hit.metrics.loc[step, n], whole.metrics.loc[step, n])]
                for step in shared}  # fmt: skip
@@ -306,6 +311,7 @@ def main():
         with results.open("a") as file:
             file.write(json.dumps(found) + "\n")
         print(json.dumps(found), flush=True)
+    (given.folder / "audit.json").write_text(json.dumps(audit(given.folder), indent=1))
 
 
 if __name__ == "__main__":
