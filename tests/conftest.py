@@ -113,6 +113,31 @@ class InMemoryQueue:
         tags = [self.tags[partition_id, key] for key in keys]
         return KVBatchMeta(list(keys), tags, partition_id, sorted(set.intersection(*names)))
 
+    def put_rows(self, rows):
+        """Rows {key: (mask, extra_fields)} as the rollout writes them. -> batch."""
+        import torch
+        from tensordict import NonTensorStack, TensorDict
+
+        def jagged(*lists):
+            return torch.nested.as_nested_tensor([torch.tensor(one) for one in lists], layout=torch.jagged)
+
+        masks, extras = zip(*rows.values(), strict=True)
+        columns = {
+            "prompts": jagged(*([100, 101 + i] for i in range(len(rows)))),
+            "responses": jagged(*([10 * i + j for j in range(len(m))] for i, m in enumerate(masks))),
+            "response_mask": jagged(*masks),
+            "rollout_log_probs": jagged(*([-0.5] * len(mask) for mask in masks)),
+            "extra_fields": NonTensorStack(*extras),
+            "uid": NonTensorStack(*(key.rsplit("_", 2)[0] for key in rows)),
+        }
+        tags = [{"status": "success", "seq_len": 2 + len(mask)} for mask in masks]
+        return self.kv_batch_put(list(rows), "train", TensorDict(columns, batch_size=len(rows)), tags)
+
+    def column(self, batch, name):
+        """Key -> the row's numbers."""
+        data = self.kv_batch_get(batch.keys, "train", [name])
+        return {key: row.tolist() for key, row in zip(batch.keys, data[name].unbind(), strict=True)}
+
 
 @pytest.fixture
 def queue(monkeypatch):

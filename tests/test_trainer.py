@@ -131,11 +131,6 @@ def padded(queue, batch, multiple):
     return batch
 
 
-def tokens(queue, batch, name):
-    data = queue.kv_batch_get(batch.keys, "train", [name])
-    return {key: row.tolist() for key, row in zip(batch.keys, data[name].unbind(), strict=True)}
-
-
 # ------------------------------------------------------------------------------- credit, per turn
 
 # Group g: session 0 visits states s, t and returns 1; session 1 visits s only and returns 0.
@@ -169,8 +164,8 @@ def test_rloo_writes_the_leave_one_out_baseline(trainer, queue):
         "g_0_1": [1.0, 1.0],
         "g_1_0": [-1.0, -1.0],
     }
-    assert tokens(queue, batch, "advantages") == expected
-    assert tokens(queue, batch, "returns") == expected
+    assert queue.column(batch, "advantages") == expected
+    assert queue.column(batch, "returns") == expected
     assert metrics["multiturn/advantage_std/mean"] == pytest.approx(np.std([1, 1, -1]))
     assert metrics["multiturn/zero_advantage/mean"] == 0.0
 
@@ -180,7 +175,7 @@ def test_gigpo_adds_the_step_advantage(trainer, queue):
     trainer.settings.gigpo.gamma = 0.5
     trainer.settings.gigpo.by_std = False
     batch, metrics = advantages_of(trainer, queue, "gigpo", TURN_ROWS)
-    assert tokens(queue, batch, "advantages") == approx(
+    assert queue.column(batch, "advantages") == approx(
         {
             batch.keys[0]: [0.0],
             "g_0_0": [0.75, 0.75, 0.0],
@@ -200,10 +195,10 @@ def test_turn_gae_reads_the_value_before_the_turn(trainer, queue):
     queue.kv_batch_put(batch.keys, "train", TensorDict({"values": values}, batch_size=3))
     batch = padded(queue, batch, 4)
     trainer._turn_advantages("turn_gae", trainer._rows(batch), batch, {})
-    assert tokens(queue, batch, "advantages") == approx(
+    assert queue.column(batch, "advantages") == approx(
         {batch.keys[0]: [0.0], "g_0_0": [0.75, 0.75, 0.0], "g_0_1": [0.5, 0.5], "g_1_0": [0.25, 0.25]}
     )
-    assert tokens(queue, batch, "returns") == approx(
+    assert queue.column(batch, "returns") == approx(
         {batch.keys[0]: [0.0], "g_0_0": [1.0, 1.0, 0.0], "g_0_1": [1.0, 1.0], "g_1_0": [0.0, 0.0]}
     )
 
@@ -236,7 +231,7 @@ def test_vineppo_reads_recorded_values_and_fills_the_roots(trainer, queue):
     batch, metrics = padded(queue, put(queue, rows), 4), {}
     trainer._compute_advantage(batch, metrics)
     expected = {"g_0_0": [0.75, 0.75, 0.0], "g_0_1": [0.25, 0.25], "g_1_0": [-1.0, -1.0]}
-    assert tokens(queue, batch, "advantages") == approx({batch.keys[0]: [0.0]} | expected)
+    assert queue.column(batch, "advantages") == approx({batch.keys[0]: [0.0]} | expected)
     assert metrics["multiturn/vine_rollouts/mean"] == 2
     ((_, _, records),) = trainer.writer.written
     assert [[one["value"] for one in record["turns"]] for record in records] == [[0.0, 0.75], [1.0]]
@@ -265,7 +260,7 @@ def test_vineppo_whitens_each_update_apart(trainer, queue):
     batch = put(queue, vine_rows())
     assert batch.keys == ["g_0_0", "g_0_1", "g_1_0", "g_1_1"]
     trainer._compute_advantage(batch, {})
-    found = tokens(queue, batch, "advantages")
+    found = queue.column(batch, "advantages")
     raw = {"g_0_0": -0.25, "g_0_1": 0.75, "g_1_0": 0.25, "g_1_1": -0.75}
     for update in (("g_0_0", "g_1_0"), ("g_0_1", "g_1_1")):
         together = np.array([raw[key] for key in update for _ in range(2)])
@@ -288,7 +283,7 @@ def test_a_horizon_is_bridged_by_the_group(trainer, queue):
         rows[key][2]["turns"][0]["cut"] = 1.0
     batch, metrics = put(queue, rows), {}
     trainer._compute_advantage(batch, metrics)
-    found = tokens(queue, batch, "advantages")
+    found = queue.column(batch, "advantages")
     # V(s_0) is 0.5 + 0 of the first one, 0.5 + 1 of the second
     assert found["g_0_0"] == [-0.25] * 2 and found["g_1_0"] == [-0.75] * 2
     assert metrics["multiturn/vine_value/mean"] == pytest.approx((0.5 + 0.25 + 1.5 + 0.75) / 4)
@@ -376,10 +371,10 @@ def test_trajectory_rows_get_a_number_per_utterance(trainer, queue):
     queue.kv_batch_put(batch.keys, "train", TensorDict({"values": values}, batch_size=2))
     batch = padded(queue, batch, 3)
     trainer._turn_advantages("turn_gae", trainer._rows(batch), batch, {})
-    assert tokens(queue, batch, "advantages") == approx(
+    assert queue.column(batch, "advantages") == approx(
         {batch.keys[0]: [0.0], "g_0_0": [0.25, 0.25, 0, 0, 0.5, 0.5], "g_1_0": [0.25, 0.25]}
     )
-    assert tokens(queue, batch, "returns") == approx(
+    assert queue.column(batch, "returns") == approx(
         {batch.keys[0]: [0.0], "g_0_0": [0.5, 0.5, 0, 0, 1.0, 1.0], "g_1_0": [0.0, 0.0]}
     )
 
@@ -428,7 +423,7 @@ def test_verls_own_estimator_goes_through_verl(trainer, queue, name):
     queue.kv_batch_put(batch.keys, "train", TensorDict(old, batch_size=4))
     trainer._compute_advantage(batch, {})
     scale = 0.5 / (np.std([1.0, 0.0], ddof=1) + 1e-6)
-    assert tokens(queue, batch, "advantages") == approx(
+    assert queue.column(batch, "advantages") == approx(
         {
             batch.keys[0]: [0.0],
             "g_0_0": [scale, scale, 0.0],
@@ -894,7 +889,7 @@ def test_groups_may_be_weighed_instead(trainer, queue):
     trainer.settings.algorithm = "rloo"
     batch = put(queue, GROUPS)
     trainer._compute_advantage(batch, {})
-    found = tokens(queue, batch, "advantages")
+    found = queue.column(batch, "advantages")
     assert found["g_0_0"] == pytest.approx([1.0, 1.0], abs=1e-5) and found["h_0_0"] == [0.0, 0.0]
 
 
@@ -905,7 +900,7 @@ def test_token_level_rewards_of_verls_estimators(trainer, queue):
     turns = [turn(0, 1.0, (0, 2), "s") | {"penalty": 0.5}, turn(1, 2.0, (4, 6), "t", glue=2)]
     batch = padded(queue, put(queue, {"g_0_0": (6, [1, 1, 0, 0, 1, 1], extra(turns, whole))}), 2)
     trainer._place_rewards(trainer._rows(batch), batch)
-    assert tokens(queue, batch, "rm_scores")["g_0_0"] == [0.0, 0.5, 0.0, 0.0, 0.0, 2.0]
+    assert queue.column(batch, "rm_scores")["g_0_0"] == [0.0, 0.5, 0.0, 0.0, 0.0, 2.0]
 
 
 def test_normalised_returns_of_verls_estimators(trainer, queue):
@@ -913,7 +908,7 @@ def test_normalised_returns_of_verls_estimators(trainer, queue):
     trainer.settings.normalize.by, trainer.settings.normalize.method = "group", "mean"
     batch = put(queue, GROUPS)
     trainer._place_rewards(trainer._rows(batch), batch)
-    found = tokens(queue, batch, "rm_scores")
+    found = queue.column(batch, "rm_scores")
     assert found["g_0_0"] == [0.0, 0.5] and found["g_1_0"] == [0.0, -0.5] and found["h_0_0"] == [0.0, 0.0]
     assert found["i_0_0"] == pytest.approx([0.0, -0.05])
 
@@ -928,10 +923,10 @@ def test_bilevel_gae_reads_verls_critic(trainer, queue):
     batch, rows = padded(queue, batch, 3), None
     rows = trainer._rows(batch)
     trainer._token_advantages(rows, batch, {})
-    assert tokens(queue, batch, "advantages") == approx(
+    assert queue.column(batch, "advantages") == approx(
         {batch.keys[0]: [0.0], "g_0_0": [0.75, 0.5, 0, 0, 0.5, 0.25], "g_1_0": [0.25, 0.0]}
     )
-    assert tokens(queue, batch, "returns") == approx(
+    assert queue.column(batch, "returns") == approx(
         {batch.keys[0]: [0.0], "g_0_0": [1.0, 1.0, 0, 0, 1.0, 1.0], "g_1_0": [0.0, 0.0]}
     )
     assert [record["value"] for _, record, _ in rows.places] == [0.25, 0.5, -0.25]

@@ -13,7 +13,7 @@ pytest.importorskip("verl")
 pytest.importorskip("transfer_queue")
 
 import torch
-from tensordict import NonTensorStack, TensorDict
+from tensordict import TensorDict
 from verl.trainer.ppo.core_algos import agg_loss, compute_value_loss
 from verl.trainer.ppo.padding_utils import upsample_batch_to_divisible_size
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer
@@ -96,28 +96,6 @@ def fields(ret, index, reward, text, terminated=True):
     return {"turns": [record], "trajectory": whole, "reward_extra_info": scores, "min_global_steps": 5}
 
 
-def put(queue, rows):
-    """Rows {key: (mask, extra_fields)} as the rollout writes them."""
-    masks, extras = zip(*rows.values(), strict=True)
-    columns = {
-        "prompts": jagged(*([100, 101 + i] for i in range(len(rows))), dtype=torch.int64),
-        "responses": jagged(
-            *([10 * i + j for j in range(len(m))] for i, m in enumerate(masks)), dtype=torch.int64
-        ),
-        "response_mask": jagged(*masks, dtype=torch.int64),
-        "rollout_log_probs": jagged(*([-0.5] * len(mask) for mask in masks)),
-        "extra_fields": NonTensorStack(*extras),
-        "uid": NonTensorStack(*(key.rsplit("_", 2)[0] for key in rows)),
-    }
-    tags = [{"status": "success", "seq_len": 2 + len(mask)} for mask in masks]
-    return queue.kv_batch_put(list(rows), "train", TensorDict(columns, batch_size=len(rows)), tags)
-
-
-def tokens(queue, batch, name):
-    data = queue.kv_batch_get(batch.keys, "train", [name])
-    return {key: row.tolist() for key, row in zip(batch.keys, data[name].unbind(), strict=True)}
-
-
 class Writer:
     """Keeps what the trainer records."""
 
@@ -138,7 +116,7 @@ def rollout(queue, step=5):
         f"{step:06d}-g_0_1": ([1, 1], fields(1.0, 1, 1.0, "b")),
         f"{step:06d}-g_0_0": ([1, 1, 0], fields(1.0, 0, 0.0, "a")),
     }
-    return put(queue, rows)
+    return queue.put_rows(rows)
 
 
 def listened(trainer, queue, step=5):
@@ -204,11 +182,11 @@ def test_advantages_are_the_critics(trainer, queue):
     states, actions = ["i\no0", "i\no0\na\no1", "i\no0"], ["a", "b", "c"]
     A, V = trainer.actor.judge(states, actions)
     first, second, other = (pytest.approx(x, abs=1e-6) for x in A)
-    found = tokens(queue, batch, "advantages")
+    found = queue.column(batch, "advantages")
     assert found["000005-g_0_0"][:2] == [first, first] and found["000005-g_0_0"][2] == 0
     assert found["000005-g_0_1"] == [second] * 2 and found["000005-g_1_0"] == [other] * 2
     assert found[batch.keys[-1]] == [0.0] and batch.tags[-1]["is_padding"]
-    Q = tokens(queue, batch, "returns")
+    Q = queue.column(batch, "returns")
     assert Q["000005-g_0_1"] == pytest.approx([A[1] + V[1]] * 2, abs=1e-6)
     ((_, _, records),) = trainer.writer.written
     assert [[one["value"] for one in record["turns"]] for record in records] == [
@@ -228,7 +206,7 @@ def test_advantages_may_be_scaled_and_clipped(trainer, queue):
     trainer._compute_advantage(batch, {})
     A, _ = trainer.actor.judge(["i\no0", "i\no0\na\no1", "i\no0"], ["a", "b", "c"])
     A = np.clip(A / A.std(), -0.5, 0.5)
-    found = tokens(queue, batch, "advantages")
+    found = queue.column(batch, "advantages")
     seen = [found[key][0] for key in ("000005-g_0_0", "000005-g_0_1", "000005-g_1_0")]
     assert seen == pytest.approx(list(A), abs=1e-6)
 
@@ -261,17 +239,17 @@ def test_a8_the_baseline_and_what_verl_learns_of_it(trainer, queue):
     """The vector's numbers with verl's own losses; the second utterance is a token shorter."""
     expected = VECTORS["A8 token baseline"]
     mask = [[1, 1, 1], [1, 1, 0]]
-    batch = put(
-        queue, {"u_0_0": (mask[0], fields(0.0, 0, 0.0, "a")), "u_1_0": (mask[1], fields(0.0, 0, 0.0, "b"))}
+    batch = queue.put_rows(
+        {"u_0_0": (mask[0], fields(0.0, 0, 0.0, "a")), "u_1_0": (mask[1], fields(0.0, 0, 0.0, "b"))}
     )
     b = [[0.3, 0.35, 0.38], [-0.1, -0.15, 7.0]]
     credit, metrics = jagged([0.4] * 3, [-0.2, -0.2, 0.0]), {}
     trainer._put_credit(with_baseline(trainer, queue, batch, b), metrics, credit, jagged(*b))
-    found = tokens(queue, batch, "advantages")
+    found = queue.column(batch, "advantages")
     residual = [row[:3] for row in expected["residual"]]
     np.testing.assert_allclose([found["u_0_0"], found["u_1_0"]], residual, atol=1e-6)
     assert found["u_1_0"][2] == 0, "outside of utterances there is no credit"
-    returns = tokens(queue, batch, "returns")
+    returns = queue.column(batch, "returns")
     assert returns["u_0_0"] == pytest.approx([0.4] * 3) and returns["u_1_0"] == pytest.approx([-0.2, -0.2, 0])
     A, learnt, was, on = (torch.tensor(list(x)) for x in (found.values(), returns.values(), b, mask))
     loss, _ = compute_value_loss(was, learnt, was, on.bool(), 0.5)
@@ -292,7 +270,7 @@ def test_a_step_with_a_baseline(trainer, queue):
     metrics = {}
     trainer._compute_advantage(batch, metrics)
     A, _ = trainer.actor.judge(["i\no0", "i\no0\na\no1", "i\no0"], ["a", "b", "c"])
-    found, returns = tokens(queue, batch, "advantages"), tokens(queue, batch, "returns")
+    found, returns = queue.column(batch, "advantages"), queue.column(batch, "returns")
     for key, credit in zip(sorted(b), A, strict=True):
         assert found[key][:2] == pytest.approx([credit - x for x in b[key][:2]], abs=1e-6)
         assert returns[key][:2] == pytest.approx([credit] * 2, abs=1e-6)
@@ -330,7 +308,7 @@ def test_in_silico_rows_stand_in_for_the_rollout(trainer, queue):
     fresh = trainer.in_silico
     assert [list(ids) for ids in fresh.prompt_ids] == [trainer.actor.prompts[state] for state in fresh.states]
     A, V = trainer.actor.judge(fresh.states, fresh.actions)
-    found, Q = tokens(queue, batch, "advantages"), tokens(queue, batch, "returns")
+    found, Q = queue.column(batch, "advantages"), queue.column(batch, "returns")
     for k, key in enumerate(fresh.keys):
         assert found[key] == pytest.approx([A[k]] * 2, abs=1e-6), "the stop token too"
         assert Q[key] == pytest.approx([A[k] + V[k]] * 2, abs=1e-6)
@@ -353,7 +331,7 @@ def test_in_silico_rows_with_a_baseline(trainer, queue):
     trainer._compute_advantage(batch, {})
     fresh = trainer.in_silico
     A, _ = trainer.actor.judge(fresh.states, fresh.actions)
-    found, returns = tokens(queue, batch, "advantages"), tokens(queue, batch, "returns")
+    found, returns = queue.column(batch, "advantages"), queue.column(batch, "returns")
     for k, key in enumerate(fresh.keys):
         assert found[key] == pytest.approx([A[k] - x for x in b[k]], abs=1e-6)
         assert returns[key] == pytest.approx([A[k]] * 2, abs=1e-6)

@@ -10,8 +10,6 @@ import pytest
 pytest.importorskip("verl")
 pytest.importorskip("transfer_queue")
 
-import torch
-from tensordict import NonTensorStack, TensorDict
 from verl.trainer.ppo.padding_utils import upsample_batch_to_divisible_size
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 from verl.trainer.ppo.v1.utils import MetricsAggregator
@@ -75,10 +73,6 @@ def trainer(composed, tmp_path, queue, monkeypatch):
     return made
 
 
-def jagged(*lists, dtype=torch.float32):
-    return torch.nested.as_nested_tensor([torch.tensor(v, dtype=dtype) for v in lists], layout=torch.jagged)
-
-
 def fields(ret, *turns):
     """extra_fields of a row; a turn is (index, span, reward, text, prompt)."""
     records = [
@@ -112,31 +106,10 @@ CHAT = {  # the same as rows of whole trajectories
 }
 
 
-def put(queue, rows):
-    masks, extras = zip(*rows.values(), strict=True)
-    columns = {
-        "prompts": jagged(*([100, 101 + i] for i in range(len(rows))), dtype=torch.int64),
-        "responses": jagged(
-            *([10 * i + j for j in range(len(m))] for i, m in enumerate(masks)), dtype=torch.int64
-        ),
-        "response_mask": jagged(*masks, dtype=torch.int64),
-        "rollout_log_probs": jagged(*([-0.5] * len(mask) for mask in masks)),
-        "extra_fields": NonTensorStack(*extras),
-        "uid": NonTensorStack(*(key.rsplit("_", 2)[0] for key in rows)),
-    }
-    tags = [{"status": "success", "seq_len": 2 + len(mask)} for mask in masks]
-    return queue.kv_batch_put(list(rows), "train", TensorDict(columns, batch_size=len(rows)), tags)
-
-
-def tokens(queue, batch, name):
-    data = queue.kv_batch_get(batch.keys, "train", [name])
-    return {key: row.tolist() for key, row in zip(batch.keys, data[name].unbind(), strict=True)}
-
-
 def step(trainer, queue, rows=TURNS):
     """One step's rollout, listened to, padded and credited. -> batch, metrics, recorded trajectories."""
     metrics = {}
-    batch = trainer._listen(put(queue, rows), metrics)
+    batch = trainer._listen(queue.put_rows(rows), metrics)
     batch = upsample_batch_to_divisible_size(batch, 4, eos_token_id=9)
     trainer._compute_advantage(batch, metrics)
     ((_, _, records),) = trainer.writer.written
@@ -172,7 +145,7 @@ def expected(q_folder, records, layout):
 
 def test_the_policy_is_asked_for_other_answers(trainer, queue):
     metrics = {}
-    batch = trainer._listen(put(queue, TURNS), metrics)
+    batch = trainer._listen(queue.put_rows(TURNS), metrics)
     assert batch.keys == ["g_1_0", "g_0_1", "g_0_0"], "the rollout itself is what is trained on"
     asked = [prompt for prompt, _ in trainer.client.calls]
     assert asked == [[100, 103]] * 2 + [[100, 102]] * 2 + [[100, 101]] * 2
@@ -192,7 +165,7 @@ def test_advantages_are_the_q_models(trainer, queue, q_folder, layout):
     batch, metrics, records = step(trainer, queue, TURNS if layout == "turn" else CHAT)
     Q, V = expected(q_folder, records, layout)
     first, second, other = (pytest.approx(x, abs=1e-4) for x in Q - V)
-    found, returns = tokens(queue, batch, "advantages"), tokens(queue, batch, "returns")
+    found, returns = queue.column(batch, "advantages"), queue.column(batch, "returns")
     if layout == "turn":
         assert found["g_0_0"] == [first, first, 0] and found["g_0_1"] == [second] * 2
         assert trainer.client.calls[2][0] == [100, 102]
@@ -214,7 +187,7 @@ def test_the_credit_is_scaled_and_clipped(trainer, queue, q_folder):
     batch, _, records = step(trainer, queue)
     Q, V = expected(q_folder, records, "turn")
     A = np.clip((Q - V) / np.std(Q - V), -0.75, 0.75)
-    found = tokens(queue, batch, "advantages")
+    found = queue.column(batch, "advantages")
     seen = [found[key][0] for key in ("g_0_0", "g_0_1", "g_1_0")]
     assert seen == pytest.approx(list(A), abs=1e-3)
 
@@ -224,7 +197,7 @@ def test_shaping_keeps_the_tasks_return(trainer, queue, q_folder):
     trainer.q_settings = replace(trainer.q_settings, credit="shaping", gamma=0.5, normalize="none")
     batch, _, records = step(trainer, queue)
     _, V = expected(q_folder, records, "turn")
-    found = tokens(queue, batch, "advantages")
+    found = queue.column(batch, "advantages")
     seen = [found[key][0] for key in ("g_0_0", "g_0_1", "g_1_0")]
     assert seen == pytest.approx([0.5 - V[0], 1.0 - V[1], 0.0 - V[2]], abs=1e-4)
     values = [one["value"] for record in records for one in record["turns"]]
@@ -232,7 +205,7 @@ def test_shaping_keeps_the_tasks_return(trainer, queue, q_folder):
 
 
 def test_the_order_of_the_rows_changes_nothing(trainer, queue):
-    batch = put(queue, TURNS)
+    batch = queue.put_rows(TURNS)
     trainer._listen(batch, {})
     once = dict(trainer.beside)
     batch.reorder([2, 0, 1])
@@ -289,5 +262,5 @@ def test_a_run_is_refused(composed, changes, said):
 
 def test_other_algorithms_ask_nothing(trainer, queue):
     trainer.settings.algorithm = "gigpo"
-    batch = put(queue, TURNS)
+    batch = queue.put_rows(TURNS)
     assert trainer._listen(batch, {}) is batch and not trainer.client.calls

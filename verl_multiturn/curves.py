@@ -34,15 +34,16 @@ def curves(runs: Iterable[Recorded], metrics: Sequence[str] = DEFAULT) -> pd.Dat
     training = [run for run in runs if not run.evaluated]
     if not training:
         raise ValueError("no training run among these folders")
-    wanted = [_metric(name, {str(one) for run in training for one in run.run.metrics}) for name in metrics]
+    known = {str(name) for run in training for name in run.run.metrics}
+    wanted = [_metric(name, known) for name in metrics]
     frames, names = [], _methods(training)
     for run, method in zip(training, names, strict=True):
         long = run.run.metrics.reindex(columns=wanted).rename_axis("step").reset_index()
         long = long.melt("step", var_name="metric", value_name="value").dropna(ignore_index=True)
         costs = spent(run.run)
         costs = costs.reindex(costs.index.union(long["step"].unique())).ffill()
-        known = costs.loc[long["step"]].reset_index(drop=True)
-        frames.append(pd.concat([long, known], axis=1).assign(method=method, seed=run.seed))
+        paid = costs.loc[long["step"]].reset_index(drop=True)
+        frames.append(pd.concat([long, paid], axis=1).assign(method=method, seed=run.seed))
     found = pd.concat(frames, ignore_index=True)
     if (twice := found[found.duplicated(["method", "seed", "step", "metric"])]).size:
         method, seed = twice[["method", "seed"]].iloc[0]

@@ -19,6 +19,7 @@ from verl_multiturn.compose import plain
 from verl_multiturn.errors import RunStopped
 from verl_multiturn.rollout.rows import Rows
 from verl_multiturn.search.credit import QAdvantageConfig, credit
+from verl_multiturn.search.q_model import load_q_model
 from verl_multiturn.search.recorded import steps_of
 from verl_multiturn.search.step_value import ModelValue, Values
 from verl_multiturn.turns import TurnBatch
@@ -45,8 +46,6 @@ class QSteps:
         super()._load_checkpoint()  # type: ignore[misc]
         if self.settings.algorithm != NAME:
             return
-        from verl_multiturn.search.q_model import load_q_model
-
         try:
             self.q_settings = QAdvantageConfig.of(plain(self.settings.q_advantage))
             score = load_q_model(str(self.q_settings.q_model))
