@@ -6,7 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from verl_multiturn.algorithms.starpo import keep_groups
-from verl_multiturn.collapse import METRICS, RARELY, RULES, detectors, group_metrics
+from verl_multiturn.collapse import METRICS, RARELY, RULES, detectors
+from verl_multiturn.metrics import group_metrics
 
 quick = settings(max_examples=50, deadline=None)
 

@@ -25,7 +25,8 @@ def plan(
     import json
 
     from verl_multiturn.compose import compose
-    from verl_multiturn.configure import SEARCH, prepare
+    from verl_multiturn.configure import prepare
+    from verl_multiturn.methods import SEARCH
     from verl_multiturn.planning import qvalue
     from verl_multiturn.planning import recipe as of
     from verl_multiturn.planning.plan import gpus as read

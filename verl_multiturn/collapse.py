@@ -10,7 +10,7 @@ at empty steps, without a switch; echo trap is that paper's term, template colla
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from math import inf, isfinite
 from typing import Any, ClassVar
@@ -19,8 +19,8 @@ import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
 from verl_multiturn.algorithms.registry import Config
-from verl_multiturn.algorithms.starpo import ZERO, variance
-from verl_multiturn.columns import Bools, Column, Floats, floats, ints
+from verl_multiturn.algorithms.starpo import ZERO
+from verl_multiturn.columns import Bools, Floats
 from verl_multiturn.errors import unknown
 
 METRICS = {  # what a rule reads -> the metric's name in the log
@@ -374,50 +374,6 @@ def detectors(settings: Mapping[str, Mapping[str, Any] | None]) -> list[Detector
                 raise unknown(f"key of {name}", key, valid)
         found.append(Detector(name, RULES[name](**block)))
     return found
-
-
-def group_metrics(returns: Sequence[Column], kept: Column | None = None) -> dict[str, float]:
-    """How much the trajectories of a group differ, before and after the filter.
-
-    * group_std, group_max, group_mean: of the returns in a group (ddof 1; 0 for a group of one), means
-      over the groups; with _kept, over the kept ones;
-    * zero_variance: share of the groups with std 0;
-    * std_over_mean: std (ddof 1) over the groups' variances, divided by their mean; 0 where all are 0.
-      RAGEN-2's predictor: filtering helped from 1.2 on and hurt at 0.33.
-
-    Args:
-        returns: the episode returns of each of the G groups, of any sizes.
-        kept: indices of the groups that are trained on; None: no filter, no _kept. A mean over no groups is
-            left out.
-
-    Raises:
-        ValueError: a group without returns, one that is not finite, or a kept index that is no group's.
-    """
-    groups = [floats(f"returns[{g}]", R, len(R)) for g, R in enumerate(returns)]
-    for g, R in enumerate(groups):
-        if not len(R) or not np.isfinite(R).all():
-            raise ValueError(f"returns must be finite, at least one a group: group {g} has {R.tolist()}.")
-    indices = ints("kept", [], 0) if kept is None else ints("kept", kept, len(kept))
-    for g in indices[(indices < 0) | (indices >= len(groups))][:1]:
-        raise ValueError(f"kept must be indices of the {len(groups)} groups, not {g}.")
-    if not groups:
-        return {}
-    spread = np.array([variance(R) for R in groups])  # (G,)
-    found = {
-        "zero_variance": float(np.mean(np.sqrt(spread) <= ZERO)),
-        "std_over_mean": variance(spread) ** 0.5 / float(spread.mean()) if spread.any() else 0.0,
-    }
-    return found | _means(groups, "") | _means([groups[g] for g in indices], "_kept")
-
-
-def _means(groups: list[Floats], suffix: str) -> dict[str, float]:
-    if not groups:
-        return {}
-    return {
-        f"group_std{suffix}": float(np.mean([variance(R) ** 0.5 for R in groups])),
-        f"group_max{suffix}": float(np.mean([R.max() for R in groups])),
-        f"group_mean{suffix}": float(np.mean([R.mean() for R in groups])),
-    }
 
 
 def _first_run(flags: Bools, n: int) -> int:

@@ -11,8 +11,8 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from verl_multiturn.compose import CONFIG, plain
-from verl_multiturn.configure import TOKEN_ALGORITHMS, VERL_ALGORITHMS
 from verl_multiturn.doctor_report import Line
+from verl_multiturn.methods import TOKEN_ALGORITHMS, VERL_ALGORITHMS
 
 PART = "keys without effect"
 BLOCKS = (

@@ -16,6 +16,7 @@ from verl_multiturn.doctor_report import Line
 from verl_multiturn.doctor_setup import ray_socket
 from verl_multiturn.errors import unknown
 from verl_multiturn.main import kept
+from verl_multiturn.methods import VERL_ALGORITHMS
 from verl_multiturn.panel import Panel
 from verl_multiturn.recipes_index import has_cuda, list_recipes
 
@@ -179,7 +180,7 @@ def _hardware(config: DictConfig) -> list[Line]:
 def path(config: DictConfig) -> Line:
     """Which code a run with these settings passes through."""
     settings, rollout = config.multiturn, config.actor_rollout_ref.rollout
-    ours = settings.algorithm not in configure.VERL_ALGORITHMS
+    ours = settings.algorithm not in VERL_ALGORITHMS
     by = "ours, over turns" if ours else f"verl's {config.algorithm.adv_estimator}"
     reference = config.actor_rollout_ref.actor.use_kl_loss or config.algorithm.use_kl_in_reward
     critic = "yes" if config.critic.enable else "no"

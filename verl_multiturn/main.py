@@ -22,6 +22,7 @@ from omegaconf import DictConfig, OmegaConf
 from verl_multiturn import configure, heartbeat, tasks
 from verl_multiturn.compose import compose
 from verl_multiturn.errors import RunStopped, cause_of
+from verl_multiturn.methods import SEARCH
 from verl_multiturn.recipes_index import has_cuda
 
 RAY_PREFIX = "vm-ray-"
@@ -47,7 +48,7 @@ def main(arguments: list[str] | None = None) -> int:
         if given.dry_run:
             sys.stdout.write(_summary(config, found) + "\n")
             return 0
-        if config.multiturn.algorithm == configure.SEARCH:
+        if config.multiturn.algorithm == SEARCH:
             return search(config)
         _ready(config, found)
         sys.stdout.write(f"{_summary(config, found)}\nrecording to {config.multiturn.run}\n")
@@ -67,7 +68,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _summary(config: DictConfig, found: dict[str, Any]) -> str:
     settings = config.multiturn
-    if settings.algorithm == configure.SEARCH:
+    if settings.algorithm == SEARCH:
         return _search_summary(config, found)
     counts = ", ".join(f"{len(panel.tasks)} {split}" for split, panel in found.items())
     steps = config.trainer.total_training_steps
@@ -81,7 +82,7 @@ def _summary(config: DictConfig, found: dict[str, Any]) -> str:
 def kept(config: DictConfig) -> str | None:
     """Among which validations `checkpoints/best` is chosen, in a sentence; None: all, or nothing is saved."""
     test, save = config.trainer.test_freq, config.trainer.save_freq
-    if config.multiturn.algorithm == configure.SEARCH or test <= 0 or save <= 0 or test % save == 0:
+    if config.multiturn.algorithm == SEARCH or test <= 0 or save <= 0 or test % save == 0:
         return None
     return (
         f"checkpoints/best is the best of the validations at every {math.lcm(test, save)} steps and at the "

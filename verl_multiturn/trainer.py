@@ -21,11 +21,11 @@ from verl_multiturn.algorithms.vineppo import whiten, with_horizon, with_sibling
 from verl_multiturn.audit_metrics import audited, of_audit
 from verl_multiturn.collapse import detectors
 from verl_multiturn.compose import plain
-from verl_multiturn.configure import TOKEN_ALGORITHMS, VERL_ALGORITHMS, keywords
 from verl_multiturn.errors import RunStopped
 from verl_multiturn.filtering import group_filter
 from verl_multiturn.heartbeat import Heartbeat
 from verl_multiturn.kl import set_kl
+from verl_multiturn.methods import TOKEN_ALGORITHMS, VERL_ALGORITHMS, keywords
 from verl_multiturn.progress import Progress
 from verl_multiturn.rollout.loop import first_prompt
 from verl_multiturn.rollout.rows import Rows, to_records

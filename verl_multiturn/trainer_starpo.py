@@ -13,10 +13,10 @@ from tensordict import TensorDict
 
 from verl_multiturn import metrics as run_metrics
 from verl_multiturn.compose import plain
-from verl_multiturn.configure import keywords, turn_rewards
 from verl_multiturn.errors import RunStopped
 from verl_multiturn.filtering import EmptyStep, GroupFilter, Member
 from verl_multiturn.information_probe import PARTITION, InformationProbe
+from verl_multiturn.methods import keywords, turn_rewards
 from verl_multiturn.progress import Progress
 from verl_multiturn.rewards import Normalize
 from verl_multiturn.rollout.rows import Rows
