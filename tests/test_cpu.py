@@ -177,7 +177,10 @@ def test_settings_only_fill_in(monkeypatch):
     environ = {"OMP_NUM_THREADS": "4", "VERL_PLATFORM": "", "HOME": "/nowhere"}
     monkeypatch.setattr(os, "environ", environ)
     settings.apply()
-    assert environ == settings.SETTINGS | {"OMP_NUM_THREADS": "4", "VERL_PLATFORM": "", "HOME": "/nowhere"}
+    given = {"OMP_NUM_THREADS": "4", "VERL_PLATFORM": "", "HOME": "/nowhere"}
+    assert environ == settings.SETTINGS | given
+    settings.apply(alone="/tmp/r")
+    assert environ == settings.SETTINGS | given | settings.ALONE | {settings.RENDEZVOUS: "/tmp/r"}
 
 
 def test_settings_load_the_plugin(said):

