@@ -204,6 +204,7 @@ def test_search_ranks_by_the_formula(tmp_path):
     assert found.find("lamps") == (2, 0)  # twice among four words beats once among two
     assert found.find("a red SHIRT") == (1, 0, 2)
     assert found.find("nothing here") == () == found.find("the")
+    assert found.find("s") == () and found.find("lamps s") == (2, 0)  # Porter leaves nothing of "s"
     scores = found.index.get_scores_from_ids(found.index.get_tokens_ids(["red"]))
     # in two of three documents: idf = ln(1 + 1.5 / 2.5); lengths 2, 3, 4, mean 3; k1 0.9, b 0.4:
     # 1 / (1 + 0.9 (0.6 + 0.4 * 2/3)) = 1 / 1.78 and 2 / (2 + 0.9 (0.6 + 0.4 * 3/3)) = 2 / 2.9

@@ -7,7 +7,8 @@ import numpy as np
 
 def best(index: Any, stems: list[str], k: int) -> list[int]:
     """Numbers of up to `k` documents that hold any of the stems, best first; ties in the index's order."""
-    known = index.get_tokens_ids(stems)
+    # bm25s gives "", which is what Porter leaves of "s", a number that its index may not have.
+    known = index.get_tokens_ids([stem for stem in stems if stem])
     if not known:
         return []
     scores = index.get_scores_from_ids(known)  # (N,)
