@@ -1,5 +1,6 @@
 """Signs of life, lost processes, and what the doctor makes of them. Real processes, really killed."""
 
+import errno
 import json
 import os
 import signal
@@ -188,7 +189,15 @@ def test_a_process_outlives_a_run_that_left_it_in_order(tmp_path, monkeypatch):
         assert ended == ([] if left else [1])
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "null", '{"time": 1}', "\x00\x01"])
+WRONG = {"time": "x", "step": 1, "phase": "rollout", "since": 1, "host": "h", "pid": 1, "born": 1,
+         "processes": {}, "ending": None, "reason": None}  # fmt: skip
+LACKING = {name: value for name, value in WRONG.items() if name != "ending"} | {"time": 1}
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "{", "[]", "null", '{"time": 1}', "\x00\x01", json.dumps(WRONG), json.dumps(LACKING)],
+)
 def test_a_damaged_beat_is_one_sentence(tmp_path, text):
     (tmp_path / heartbeat.NAME).write_text(text)
     with pytest.raises(ValueError, match=r"heartbeat.json is damaged: "):
@@ -219,6 +228,20 @@ def test_what_the_records_add(tmp_path):
     assert "steps up to 3 are recorded; the last checkpoint is of step 2" in found["records"].text
     assert "2 trajectories were lost, 2 by: the LLM server took longer than 5 s" in found["failures"].text
     assert "task 9, turn 4, for the LLM server, 5 s of 8" in found["failures"].text
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "failures.jsonl"])
+@pytest.mark.parametrize("text", ['{"step": 1\n{"step": 2}\n', "5\n", '{"waiting": "LLM server"}\n'])
+def test_a_damaged_record_is_a_finding_beside_the_others(tmp_path, name, text):
+    heart = Heartbeat(tmp_path)
+    heart.enter("rollout", 4)
+    heart._write()
+    (tmp_path / "trajectories").mkdir()
+    (tmp_path / name).write_text(text)
+    found = states(tmp_path)
+    status, said = found["pace" if name == "metrics.jsonl" else "failures"]
+    assert status == "FAIL" and name in said
+    assert found["state"][0] == "ok" and "there is no checkpoint" in found["records"][1]
 
 
 def test_a_folder_that_is_no_run(tmp_path):
@@ -260,6 +283,18 @@ def test_a_full_disk_does_not_end_the_heartbeat(tmp_path):
     )  # fmt: skip
     assert done.returncode == 0 and "heartbeat.json cannot be written: File too large" in done.stderr
     assert read(tmp_path)["ending"] == "done"
+
+
+def test_a_last_beat_that_finds_no_room_leaves_the_cause_to_be_seen(tmp_path, monkeypatch, capsys):
+    heart = Heartbeat(tmp_path, interval=600.0)
+    heart.start()
+
+    def full(*args, **kwargs):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Path, "write_text", full)
+    heart.close("stopped", "the cause")
+    assert "heartbeat.json cannot be written: No space left on device" in capsys.readouterr().err
 
 
 class Looks:

@@ -8,6 +8,7 @@ import shutil
 import socket
 import time
 from collections import Counter
+from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from verl_multiturn import heartbeat
 from verl_multiturn.checkpoints import LATEST, check_mark
 from verl_multiturn.doctor_report import Line
 from verl_multiturn.doctor_setup import GB, existing
+from verl_multiturn.errors import intact
 from verl_multiturn.heartbeat import INTERVAL, born
 from verl_multiturn.run_files import lines as json_lines
 from verl_multiturn.run_files import step_of, trajectory_files
@@ -48,8 +50,18 @@ def lines(folder: Path, now: float | None = None) -> list[Line]:
     found = [_state(folder, beat, now)]
     if beat is not None and beat["ending"] is None:
         found += _processes(beat)
-        found += _pace(folder, beat, now)
-    return [*found, *_records(folder), *_failures(folder)]
+        found += _read(folder / "metrics.jsonl", "pace", lambda path: _pace(path, beat, now))
+    found += _records(folder)
+    return [*found, *_read(folder / "failures.jsonl", "failures", _failures)]
+
+
+def _read(path: Path, name: str, look: Callable[[Path], list[Line]]) -> list[Line]:
+    """What a file tells; one that is damaged is a finding, and not the end of the others."""
+    try:
+        with intact(path, "delete the damaged line"):
+            return look(path)
+    except ValueError as error:
+        return [Line(PART, "FAIL", name, str(error))]
 
 
 def _state(folder: Path, beat: dict[str, Any] | None, now: float) -> Line:
@@ -101,12 +113,12 @@ def _processes(beat: dict[str, Any]) -> list[Line]:
     return [Line(PART, "warn" if left else "ok", "processes", text)]
 
 
-def _pace(folder: Path, beat: dict[str, Any], now: float) -> list[Line]:
+def _pace(path: Path, beat: dict[str, Any], now: float) -> list[Line]:
     """Whether the phase lasts longer than such phases did."""
     timer = TIMERS.get(beat["phase"])
     seconds = sorted(
         line["metrics"][f"timing_s/{timer}"]
-        for line in _metrics(folder)
+        for line in (json_lines(path) if path.exists() else ())
         if line["metrics"].get(f"timing_s/{timer}") is not None
     )
     if not seconds:
@@ -137,9 +149,8 @@ def _records(folder: Path) -> list[Line]:
     ]
 
 
-def _failures(folder: Path) -> list[Line]:
+def _failures(path: Path) -> list[Line]:
     """How many trajectories were lost, the most frequent error, and the last one that got stuck."""
-    path = folder / "failures.jsonl"
     if not path.exists() or not path.stat().st_size:
         return [Line(PART, "ok", "failures", "no trajectory was lost")]
     count, kinds, stuck = 0, Counter[str](), None
@@ -155,11 +166,6 @@ def _failures(folder: Path) -> list[Line]:
             f"{stuck['waiting']}, {stuck['waiting_seconds']:.0f} s of {stuck['seconds']:.0f}"
         )
     return [Line(PART, "warn", "failures", text)]
-
-
-def _metrics(folder: Path) -> list[dict[str, Any]]:
-    path = folder / "metrics.jsonl"
-    return list(json_lines(path)) if path.exists() else []
 
 
 def _span(seconds: float) -> str:

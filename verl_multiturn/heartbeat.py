@@ -29,6 +29,10 @@ RESUMES = "the same command resumes from the last checkpoint"
 PATIENCE = 60.0  # seconds that the look at the processes may take, or fail
 UNLIMITED = ("start-up", "rollout", "validation")  # episodes have limits of their own
 GRACE = 25.0  # that the driver has to stop in order once a process is lost; then it is ended
+KINDS = {
+    "time": int | float, "step": int, "phase": str, "since": int | float, "host": str, "pid": int,
+    "born": int | None, "processes": dict, "ending": str | None, "reason": str | None,
+}  # fmt: skip
 _over = threading.Event()
 
 
@@ -154,7 +158,7 @@ class Heartbeat:
         self._news.set()
         with self._lock:
             self._state |= {"ending": ending, "reason": reason}
-        self._write()
+        self._try_write()
 
     def _beat(self) -> None:
         counted = time.monotonic()
@@ -175,10 +179,7 @@ class Heartbeat:
                         f"Ray no longer answers: for {self.patience:g} s it did not say which processes are "
                         f"there{f' ({self._trouble})' if self._trouble else ''}"
                     )
-            try:
-                self._write()
-            except OSError as error:  # a full disk stops the run where it matters: at its records
-                sys.stderr.write(f"warning: {self.path} cannot be written: {error.strerror}\n")
+            self._try_write()
 
     def _look(self) -> None:
         """Looks at the processes, in a thread apart: Ray's answer may never come."""
@@ -220,6 +221,12 @@ class Heartbeat:
         if not _over.wait(self.grace):
             os._exit(1)
 
+    def _try_write(self) -> None:
+        try:
+            self._write()
+        except OSError as error:  # a full disk stops the run where it matters: at its records
+            sys.stderr.write(f"warning: {self.path} cannot be written: {error.strerror}\n")
+
     def _write(self) -> None:
         with self._lock:
             self._state["time"] = time.time()
@@ -246,11 +253,11 @@ def read(folder: str | Path) -> dict[str, Any] | None:
         return None
     try:
         beat = json.loads(path.read_text(encoding="utf-8"))
-        wrong = [name for name in ("time", "step", "phase", "since", "pid", "host") if name not in beat]
+        wrong = [name for name, kind in KINDS.items() if name not in beat or not isinstance(beat[name], kind)]
     except (ValueError, TypeError, RecursionError) as error:
         raise ValueError(f"{path} is damaged: {error}") from None
     if wrong:
-        raise ValueError(f"{path} is damaged: it has no {', '.join(wrong)}")
+        raise ValueError(f"{path} is damaged: it has no (usable) {', '.join(wrong)}")
     return dict(beat)
 
 
