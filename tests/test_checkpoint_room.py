@@ -5,10 +5,12 @@ import shutil
 import subprocess
 
 import pytest
+from omegaconf import OmegaConf
 
 from verl_multiturn import checkpoints
 from verl_multiturn.checkpoints import check_room, find, keep_best, keep_good, last_good, weights
 from verl_multiturn.errors import RunStopped
+from verl_multiturn.trainer_guard import GuardedRun
 
 
 def checkpoint(folder, step, size=1000):
@@ -47,6 +49,15 @@ def test_the_first_checkpoint_is_judged_by_the_model(tmp_path, monkeypatch):
     free.free = 6601
     check_room(tmp_path / "none yet", str(tmp_path))
     check_room(tmp_path / "none yet", "name/of-a-hub")
+
+
+def test_half_a_checkpoint_does_not_say_how_large_one_is(tmp_path, monkeypatch):
+    (tmp_path / "model.safetensors").write_bytes(bytes(1000))
+    (tmp_path / "global_step_1" / "actor").mkdir(parents=True)
+    (tmp_path / "global_step_1" / "actor" / "model_world_size_1_rank_0.pt").write_bytes(bytes(10))
+    monkeypatch.setattr(checkpoints.shutil, "disk_usage", lambda place: type("Usage", (), {"free": 6599}))
+    with pytest.raises(RunStopped, match="no room for a checkpoint"):
+        check_room(tmp_path, str(tmp_path))
 
 
 def test_a_model_of_the_hub_is_found_in_its_cache(tmp_path, monkeypatch):
@@ -157,3 +168,28 @@ def test_a_kill_in_between_leaves_the_one_before(tmp_path):
     names = sorted(path.name for path in (tmp_path / "best").iterdir())
     assert names == ["global_step_2", "success.json"]
     assert not (tmp_path / "best/global_step_2/half").exists()
+
+
+def test_a_step_that_is_saved_again_leaves_what_was_kept_of_it(tmp_path, monkeypatch):
+    """A run that went on from an earlier checkpoint: verl writes into the files that are there."""
+
+    class Verl:
+        global_steps, use_critic = 1, False
+
+        def _save_checkpoint(self):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            (self.folder / "model_world_size_1_rank_0.pt").write_bytes(self.weights)
+
+    class Guarded(GuardedRun, Verl):
+        config = OmegaConf.create(
+            {"trainer": {"default_local_dir": str(tmp_path)}, "actor_rollout_ref": {"model": {"path": "x/y"}}}
+        )
+        folder = tmp_path / "global_step_1" / "actor"
+
+    run, kept = Guarded(), tmp_path / "best" / "global_step_1" / "actor" / "model_world_size_1_rank_0.pt"
+    for weights_of in (b"first", b"second"):
+        run.weights = weights_of
+        run._save_checkpoint()
+        assert keep_best(tmp_path, 1, 0.5) == (weights_of == b"first")
+    assert kept.read_bytes() == b"first"
+    assert (run.folder / kept.name).read_bytes() == b"second"

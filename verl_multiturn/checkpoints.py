@@ -130,7 +130,7 @@ def check_room(folder: Path, model: str, models: int = 1) -> None:
         RunStopped: how much is free, how much is needed.
     """
     # A kill may have left half of one, and the rotation leaves a part of every one.
-    earlier = max(map(size, folder.glob("global_step_*")), default=0)
+    earlier = max(map(size, filter(_is_whole, folder.glob("global_step_*"))), default=0)
     # Weights in float32 and two moments are at most six times weights of two bytes.
     needed = MARGIN * (earlier or 6 * models * weights(model))
     place = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
@@ -141,6 +141,14 @@ def check_room(folder: Path, model: str, models: int = 1) -> None:
             f"{needed / 1e9:.2f} GB; free some, or lower trainer.max_actor_ckpt_to_keep, and rerun the same "
             "command to resume from the one before"
         )
+
+
+def clear(folder: Path, step: int) -> None:
+    """Remove the checkpoint of a step that is about to be saved again, after a run went back behind it.
+
+    verl writes into the files that are there: those kept in `best/` and `good/` are links to the same ones.
+    """
+    shutil.rmtree(folder / f"global_step_{step}", ignore_errors=True)
 
 
 def weights(model: str) -> int:

@@ -112,6 +112,7 @@ class GuardedRun:
         """verl's, if there is room for it."""
         folder = Path(self.config.trainer.default_local_dir)
         checkpoints.check_room(folder, self.config.actor_rollout_ref.model.path, 1 + self.use_critic)
+        checkpoints.clear(folder, self.global_steps)
         super()._save_checkpoint()  # type: ignore[misc]
 
     def _keep_best(self, metrics: dict[str, Any]) -> None:
