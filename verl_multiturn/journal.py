@@ -40,10 +40,15 @@ class Journal:
         self._file.truncate(Path(self._file.name).read_bytes().rfind(b"\n") + 1)
 
     def append(self, record: Record) -> None:
-        """Add a record: on disk when this returns."""
-        body = json_line(record)[1:]
-        write_all(self._file.fileno(), HEAD + _digest(body) + b'",' + body)
-        os.fsync(self._file.fileno())
+        """Add a record: on disk when this returns; where that fails, nothing of it is left."""
+        body, file = json_line(record)[1:], self._file.fileno()
+        whole = os.fstat(file).st_size
+        try:
+            write_all(file, HEAD + _digest(body) + b'",' + body)
+            os.fsync(file)
+        except OSError:
+            os.ftruncate(file, whole)  # the next record would be joined to a half
+            raise
 
     def close(self) -> None:
         """Let the file go."""
