@@ -68,6 +68,8 @@ def test_nothing_listens():
         {"a": [{"Password": "hunter2"}, {"access_token": "hunter2"}]},
         {"env_kwargs": {"urls": ["https://me:hunter2@host:8000/retrieve"]}},
         {"client_secret": {"id": "hunter2"}},
+        {"env_kwargs": {"hf_token": "hunter2", "token": "hunter2", "private_key": "hunter2"}},
+        {"headers": {"Authorization": "Bearer hunter2"}, "cache": "redis://:hunter2@host:6379"},
     ],
 )
 def test_secrets_are_not_recorded(tmp_path, config):
@@ -81,6 +83,7 @@ def test_what_is_no_secret_is_recorded_as_it_is(tmp_path):
         "max_action_tokens": 5,
         "api_key": None,
         "tokenizer": "x",
+        "token_baseline": True,
         "url": "http://host/a@b:c",
         "n": [1, {"a": 2.5}],
     }

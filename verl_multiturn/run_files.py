@@ -20,8 +20,11 @@ from verl_multiturn.provenance import ABOUT
 Record = dict[str, Any]
 SUFFIX = ".jsonl.zst"
 OWN_SPLITS = ("train", "val")  # written by training itself, so taken back when it resumes earlier
-SECRET = re.compile(r"api_?key|password|secret|(auth|access|bearer)_?token|credential", re.IGNORECASE)
-LOGIN = re.compile(r"(\w+://)[^\s/@]+:[^\s/@]+@")
+SECRET = re.compile(
+    r"(api|private)_?key|passw|secret|(auth|access|bearer)_?token|credential|(^|[_-])token$|^authorization$",
+    re.IGNORECASE,
+)
+LOGIN = re.compile(r"(\w+://)[^\s/@]*:[^\s/@]+@")
 HIDDEN = "(not recorded)"
 CHUNK = 1 << 14  # bytes read at once: unpacked they may be a thousand times as many
 _OPTIONS = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS | orjson.OPT_APPEND_NEWLINE
