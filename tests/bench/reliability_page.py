@@ -187,5 +187,21 @@ def _kills(one):
         ]
     out += [f"* {line['target']}: {line['note']}" for line in tries if "note" in line]
     if audit := one["audit"]:
-        out += ["After the last of them:", "", *(f"* {name}: {value}" for name, value in audit.items()), ""]
+        out += ["After the last of them:", "", *_audit(audit), ""]
+    return out
+
+
+def _audit(audit):
+    """What is whole of the run that was hit, and what it shares with one that was not."""
+    plain = ("steps", "gaps", "metric_gaps", "metric_doubles", "validation_gaps", "validation_doubles",
+             "trajectories", "doubled", "half", "sizes")  # fmt: skip
+    out = [f"* {name}: {audit[name]}" for name in plain]
+    if weights := audit.get("weights"):
+        step, names = audit["first_unequal"] or ("none", [])
+        out += [
+            f"* weights at step {weights['step']} against a run of the same seeds that nothing hit: "
+            f"{weights['unequal']} of {weights['tensors']} tensors unequal (by {weights['largest']:g})",
+            f"* metrics of steps, seconds and memory apart: {audit['metrics_unequal']} of "
+            f"{audit['metrics_compared']} unequal, the first at step {step} ({', '.join(names)})",
+        ]
     return out
