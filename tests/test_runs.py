@@ -224,6 +224,16 @@ def test_resume_moves_later_steps_aside(tmp_path):
     assert kept == [f"trajectories/{s}/{n}.jsonl.zst" for s in ("train", "val") for n in (3, 4)]
 
 
+def test_a_config_that_was_removed_is_written_again(tmp_path):
+    """What is said of a damaged one leads there; other files of the user's do not count."""
+    RunWriter(tmp_path, {"a": 1}).close()
+    RunWriter(tmp_path, {"a": 2}, resume_step=1).close()
+    (tmp_path / "config.yaml").unlink()
+    (tmp_path / "config_old.yaml").touch()
+    RunWriter(tmp_path, {"a": 3}, resume_step=1).close()
+    assert Run(tmp_path).config == {"a": 3}
+
+
 def test_a_fresh_start_counts_nothing_twice(tmp_path):
     record(tmp_path, range(3), {"lr": 1})
     record(tmp_path, range(1), {"lr": 2})

@@ -8,6 +8,7 @@ import shutil
 import warnings
 from collections.abc import Iterable, Iterator
 from datetime import UTC, datetime
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -146,10 +147,13 @@ def without_secrets(config: Any) -> Any:
 
 def write_config(folder: Path, text: str) -> None:
     """Write config.yaml, or config.<n>.yaml where a resumed run changed the configuration."""
-    count = len(list(folder.glob("config*.yaml")))
-    names = ["config.yaml", *(f"config.{n}.yaml" for n in range(1, count + 1))]
-    if count == 0 or (folder / names[count - 1]).read_text(encoding="utf-8") != text:
-        write_atomically(folder / names[count], [text.encode()])
+    path, last = folder / "config.yaml", b""
+    for n in count(1):
+        if not path.exists():
+            break
+        path, last = folder / f"config.{n}.yaml", path.read_bytes()
+    if last != text.encode():
+        write_atomically(path, [text.encode()])
 
 
 def take_back(folder: Path, step: int | None) -> None:
