@@ -199,7 +199,8 @@ class HotpotQA(Env):
         They are the entity's and the one in between of a generated question, the supporting pages of
         HotPotQA's. That shows the form of an episode, not how an answer is found.
         """
-        chain = [title for title in self.question.chain if self.library.pages.find(title)]
+        found = map(self.library.pages.find, self.question.chain)
+        chain = list(dict.fromkeys(page.title for page in found if page))
         after = chain.index(self.page) + 1 if self.page in chain else 0
         if after < len(chain) and self.turn + len(chain) - after < self.max_turns:
             return f"search[{chain[after]}]"

@@ -201,6 +201,20 @@ def test_the_expert_reads_what_supports_the_answer(data):
     assert play(short, expert_policy, seed).success
 
 
+def test_the_expert_opens_pages_by_the_titles_they_have(tmp_path):
+    path = tmp_path / "train.json"
+    facts = ("Mina  Vole", "karst", "Karst")  # spelt otherwise than the pages, and one twice
+    path.write_text(json.dumps([record(RIVER, "the Orm", VOLE, KARST, facts=facts), *RECORDS[2:]]))
+    env, said = started(str(path)), []
+
+    def policy(env, observation):
+        said.append(env.expert())
+        return said[-1]
+
+    assert play(env, policy, env.question.key).success
+    assert said == ["search[Mina Vole]", "search[Karst]", "finish[the Orm]"]
+
+
 def test_the_expert_always_wins_in_the_generated_world():
     env = make("hotpotqa", passages=100)
     episodes = [play(env, expert_policy, seed) for seed in env.tasks("val")[:50]]
