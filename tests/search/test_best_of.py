@@ -200,3 +200,11 @@ def test_what_is_not_given_is_read_off_the_environment():
     after = choice.result[0]
     assert read[0] == (observation, (), 3) and read[1] == (after, ((observation, choice.chosen.action),), 2)
     assert read[2] == ("elsewhere", (), 1)
+
+
+def test_a_q_model_below_the_home_folder_is_told_apart_by_its_content(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "q").mkdir()
+    (tmp_path / "q" / "q_model.json").write_text("{}")
+    there, here = (Rules(["argmax"], q_model=q).about("argmax") for q in (str(tmp_path / "q"), "~/q"))
+    assert here["q_model_hash"] == there["q_model_hash"]

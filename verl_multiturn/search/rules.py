@@ -49,7 +49,8 @@ class Rules:
         found = {"select": rule, "n": 1 if rule == GREEDY else self.n, "q_model": self.q_model}
         if rule not in ("argmax", "softmax"):
             return found
-        files = [path for path in map(Path(str(self.q_model)).joinpath, FITTED) if path.is_file()]
+        folder = Path(str(self.q_model)).expanduser()
+        files = [path for path in map(folder.joinpath, FITTED) if path.is_file()]
         digest = hashlib.blake2b(b"".join(path.read_bytes() for path in files), digest_size=8).hexdigest()
         return found | {"tau": self.tau, "scorer": self.scorer, "q_model_hash": digest}
 
