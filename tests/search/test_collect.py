@@ -71,6 +71,15 @@ def test_trees_hold_what_the_policy_read_and_what_it_cost(tmp_path):
         assert tree["root"]["observation"] in shown and "Legal actions: " in shown
 
 
+def test_an_answer_that_the_budget_of_steps_forbids_is_not_asked_for_and_not_charged(tmp_path):
+    (tree,) = collected(tmp_path / "a", limit=1, overrides=(*SMALL, "multiturn.search.max_env_steps=4"))
+    assert (tree["stopped"], tree["env_steps"]) == ("budget", 4)
+    # 3 candidates of the root, and one answer for each step but those that carried a candidate out.
+    executed = sum(node["executed"] for node in nodes(tree["root"])[1:])
+    expanded = sum(bool(node["children"]) for node in nodes(tree["root"]))
+    assert tree["proposals"] == 3 * expanded + 4 - executed
+
+
 def test_same_seed_same_trees_whatever_runs_beside_them(tmp_path):
     def plain(folder, **keywords):
         trees = sorted(collected(folder, **keywords), key=lambda tree: tree["task"])

@@ -79,10 +79,10 @@ class Branch(Episode):
 
     async def _turn(self, env: Any, view: View, before: Observed, prompt: NextPrompt) -> Observed:
         self.env, acted, most = env, self.acted, self.form.max_actions
-        if self.said is None:
-            self.account.proposals(self.payer, 1)
         self.account.steps(self.payer, most)
         try:
+            if self.said is None:
+                self.account.proposals(self.payer, 1)
             return await super()._turn(env, view, before, prompt)
         finally:
             self.account.steps(self.payer, self.acted - acted - most)
