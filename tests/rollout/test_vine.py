@@ -16,6 +16,7 @@ import verl_multiturn as vm
 from verl_multiturn import configure, doctor_budget, doctor_dead, doctor_recipe
 from verl_multiturn.compose import compose
 from verl_multiturn.exact import exact_values
+from verl_multiturn.methods import keywords, list_trainable
 from verl_multiturn.rollout import continuations as module
 from verl_multiturn.rollout.episode import Episode
 from verl_multiturn.rollout.parsing import ActionFormat
@@ -838,7 +839,7 @@ def config(composed):
 
 def test_values_come_from_rollouts_not_from_a_critic(config):
     assert config.critic.enable is False and config.algorithm.adv_estimator == "vineppo"
-    assert "vineppo" in configure.list_trainable()
+    assert "vineppo" in list_trainable()
     assert config.multiturn.vine.rollouts == 3 and config.actor_rollout_ref.actor.ppo_epochs == 2
 
 
@@ -897,9 +898,9 @@ def test_refused(composed, overrides, words):
 
 def test_the_authors_settings_of_a_capped_episode(composed):
     config = composed("multiturn.vine.max_states=25", "multiturn.vineppo.tail=zero")
-    given = configure.keywords(config.multiturn)
+    given = keywords(config.multiturn)
     assert (given["cap"], given["tail"], given["scope"]) == (25, "zero", "batch")
-    assert configure.keywords(composed().multiturn)["cap"] is None
+    assert keywords(composed().multiturn)["cap"] is None
 
 
 def test_snapshots_are_needed_for_rollouts_only(composed):
