@@ -21,6 +21,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections import Counter
 from contextlib import contextmanager
@@ -280,7 +281,7 @@ def main():
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--rounds", type=int, default=2, help="kills of each target")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--lock", default="/tmp/verl.lock")
+    parser.add_argument("--lock", default=Path(tempfile.gettempdir(), "crashes.lock"), help="held while a run runs")
     parser.add_argument("--targets", help=f"default: {', '.join(TARGETS)}; with ArCHer its critic, too")
     parser.add_argument("--config", default="gigpo_frozenlake", help="a recipe; ArCHer's has a critic apart")
     parser.add_argument("--whole", type=int, help="only train this many steps without a kill, then compare")
