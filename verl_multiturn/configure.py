@@ -38,7 +38,7 @@ def prepare(config: DictConfig) -> DictConfig:
             config.data.val_files = [f"{settings.run}/panels/{panel}.json" for panel in panels]
     check_step(config)
     rule = group_filter(plain(settings.filter))
-    if rule.strategy is not None and rule.place == "refill":
+    if rule.refills:
         # verl's DAPO refill; its "reward" is a row's score, penalties included.
         with open_dict(config):
             metric = "return" if rule.returns == "task" else "reward"

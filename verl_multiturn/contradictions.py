@@ -101,9 +101,8 @@ def check_step(config: DictConfig) -> None:
             "algorithm.rollout_correction weighs tokens inside verl's estimators, which "
             f"{settings.algorithm} replaces: leave rollout_is and rollout_rs out, or use grpo"
         )
-    rule = group_filter(plain(settings.filter))
-    refills = rule.strategy is not None and rule.place == "refill"
-    if not refills and config.algorithm.filter_groups and config.algorithm.filter_groups.get("enable"):
+    refills, given = group_filter(plain(settings.filter)).refills, config.algorithm.filter_groups
+    if not refills and given and given.get("enable"):
         raise ValueError(
             "algorithm.filter_groups compares rows as verl scores them: set multiturn.filter.strategy=top_p, "
             "multiturn.filter.value=1 and multiturn.filter.place=refill instead"

@@ -112,6 +112,11 @@ class GroupFilter:
         return self.strategy is not None and self.place == "shrink"
 
     @property
+    def refills(self) -> bool:
+        """Whether verl replaces groups that agree."""
+        return self.strategy is not None and self.place == "refill"
+
+    @property
     def reads_tokens(self) -> bool:
         """Whether members need `surprise`."""
         return self.strategy is not None and self.score in ("entropy", "entropy_variance")

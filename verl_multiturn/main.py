@@ -121,14 +121,13 @@ def _ready(config: DictConfig, found: dict[str, Any]) -> None:
         from verl_multiturn.cpu import settings
 
         ray_init = config.ray_kwargs.ray_init
-        if ray_init.address != "local":
+        alone = ray_init.address == "local"
+        if not alone:
             ray_init.num_cpus = ray_init.num_gpus = None  # what a cluster has, its nodes were started with
-            settings.apply()
-        else:
-            if ray_init._temp_dir is None:
-                # Ray's socket paths have a limit of 107 characters.
-                ray_init._temp_dir = tempfile.mkdtemp(prefix=RAY_PREFIX, dir="/tmp")
-            settings.apply(alone=ray_init._temp_dir)
+        elif ray_init._temp_dir is None:
+            # Ray's socket paths have a limit of 107 characters.
+            ray_init._temp_dir = tempfile.mkdtemp(prefix=RAY_PREFIX, dir="/tmp")
+        settings.apply(ray_init._temp_dir if alone else None)
     os.environ.setdefault("TQDM_DISABLE", "1")  # one progress line is enough
     # Rollout workers find ./environments and the user's modules as this process does.
     paths = [os.getcwd(), *filter(None, [os.environ.get("PYTHONPATH")])]
